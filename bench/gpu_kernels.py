@@ -71,7 +71,7 @@ def rates() -> dict[str, float]:
 
 def flashinfer() -> FlashInfer | None:
     """Return FlashInfer, or None after printing the reason if it cannot be used here."""
-    found = FlashInfer.tried(cast(Operations, kernels), MODEL, torch.device("cuda"))
+    found = FlashInfer.try_create(cast(Operations, kernels), MODEL, torch.device("cuda"))
     if isinstance(found, str):
         print(f"FlashInfer is left out: {found}")
         return None

@@ -1,1 +1,1 @@
-"""The maths: partial attention and merge, selection, prefill, quality."""
+"""Attention of prompts and of page lists, FlashInfer, predicted queries, and measures of approximation errors."""

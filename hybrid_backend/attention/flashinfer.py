@@ -1,10 +1,9 @@
-"""FlashInfer's kernels (https://github.com/flashinfer-ai/flashinfer, Apache-2.0) as attention of the CUDA tier:
-prompts, and those partials of decoding rows whose lengths the host knows.
+"""FlashInfer's kernels for attention on a GPU: prompts, and decode rows whose list lengths the host knows.
 
-FlashInfer plans on the host: it reads the lengths of all sequences and sends the device a schedule. So whatever the
-device decides by itself (which pages are resident, how many the CPU attends), and all that a captured graph replays, is
-attended by our Triton kernels. Its log-sum-exp has base 2: it is converted here, nowhere else. Its `merge_state` takes
-16-bit outputs only, which would round after every block: partials are merged by `Operations.merge_partials`, in fp32.
+FlashInfer (https://github.com/flashinfer-ai/flashinfer, Apache-2.0) plans on the host, from the lengths of all lists.
+Triton kernels therefore attend lists whose lengths only the device knows, such as resident pages, and run in captured
+CUDA graphs. FlashInfer's LSE has base 2 and is converted in this module. `Operations.merge_partials` merges partials in
+fp32, because FlashInfer's `merge_state` takes 16-bit outputs only.
 """
 
 from __future__ import annotations
@@ -27,17 +26,21 @@ from hybrid_backend.batch import ModelSpec, sent
 from hybrid_backend.kernels.operations import Operations
 
 FIX = "pip install 'hybrid-backend[cuda]'"
+"""Command that installs FlashInfer."""
 KNOWN = "0.7.0 to 0.7.2"
-"""Versions whose sources were read."""
+"""FlashInfer versions whose API is known to fit."""
 HEAD_DIMS = (64, 128, 256)
-"""That its kernels for sm_80 and sm_90 both have (include/flashinfer/utils.cuh, flashinfer/utils.py)."""
-_WORKSPACE = 128 << 20  # what its documentation recommends: partials of lists that it splits
-_PLAN = 8 << 20  # what each wrapper takes on the device for its schedule
-_CLOSE = 5e-2  # of values of standard deviation 1 in bf16, a few of which may have all the weight
+"""Values of head_dim that FlashInfer serves on sm_80 and sm_90 (include/flashinfer/utils.cuh, flashinfer/utils.py)."""
+_WORKSPACE_BYTES = 128 << 20
+"""Device workspace for partials of split lists, as FlashInfer's documentation recommends."""
+_PLAN_BYTES = 8 << 20
+"""Device memory that each FlashInfer wrapper allocates for its schedule."""
+_MAX_ERROR = 5e-2
+"""Largest accepted difference to fp32 attention, for 16-bit values with standard deviation 1."""
 
 _RAGGED, _DECODE = "BatchPrefillWithRaggedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
 _PLANNED = ("num_qo_heads", "num_kv_heads", "sm_scale", "q_data_type")
-LEANS: dict[str, tuple[str, ...]] = {
+USED_API: dict[str, tuple[str, ...]] = {
     "single_prefill_with_kv_cache": ("q", "k", "v", "causal", "sm_scale", "return_lse"),
     _RAGGED: ("float_workspace_buffer", "kv_layout"),
     f"{_RAGGED}.plan": ("self", "qo_indptr", "kv_indptr", "head_dim_qk", "causal", "disable_split_kv", *_PLANNED),
@@ -46,41 +49,43 @@ LEANS: dict[str, tuple[str, ...]] = {
     f"{_DECODE}.plan": ("self", "indptr", "indices", "last_page_len", "head_dim", "page_size", *_PLANNED),
     f"{_DECODE}.run": ("self", "q", "paged_kv_cache", "return_lse"),
 }
-"""What we call, and the parameters that we give, by name."""
+"""FlashInfer's functions that this module calls, and the parameters that the calls pass by name."""
 
 
 def is_installed() -> bool:
+    """Tell whether the package ``flashinfer`` is installed, without importing it."""
     return find_spec("flashinfer") is not None
 
 
-def lacks(module: ModuleType) -> list[str]:
-    """What of `LEANS` does not hold, in words."""
-    found = []
-    for name, parameters in LEANS.items():
-        called: Any = module
-        for part in name.split("."):
-            called = getattr(called, part, None)
-        if called is None:
-            found.append(f"no {name}")
+def missing_api(module: ModuleType) -> list[str]:
+    """Return the entries of `USED_API` that the installed FlashInfer ``module`` does not support, as text."""
+    missing = []
+    for name, parameters in USED_API.items():
+        function: Any = module
+        for attribute in name.split("."):
+            function = getattr(function, attribute, None)
+        if function is None:
+            missing.append(f"no {name}")
             continue
         try:
-            inspect.signature(called).bind(**dict.fromkeys(parameters))
+            inspect.signature(function).bind(**dict.fromkeys(parameters))
         except TypeError as error:
-            found.append(f"{name}: {error}")
-    return found
+            missing.append(f"{name}: {error}")
+    return missing
 
 
 def faults() -> list[str]:
-    """Why what is installed cannot be imported, or what of `LEANS` it lacks; empty: it is as we know it."""
+    """Return the import error of the installed FlashInfer, or the API that it lacks, as text; empty: it can be used."""
     try:
         module = import_module("flashinfer")
-    except Exception as error:  # it loads libraries, and asks the driver
+    # Importing FlashInfer loads libraries and calls the driver, so any exception is possible.
+    except Exception as error:
         return [" ".join(f"{type(error).__name__}: {error}".split())]
-    return lacks(module)
+    return missing_api(module)
 
 
-def unfit(model: ModelSpec) -> str | None:
-    """Why a model cannot be attended by it; None: it can."""
+def why_unfit(model: ModelSpec) -> str | None:
+    """Return the reason why FlashInfer cannot attend for a model, as text; None if FlashInfer can."""
     if model.dtype not in (torch.float16, torch.bfloat16):
         return f"it attends fp16 and bf16, not {str(model.dtype).removeprefix('torch.')}"
     if model.head_dim not in HEAD_DIMS:
@@ -89,67 +94,75 @@ def unfit(model: ModelSpec) -> str | None:
 
 
 def device_bytes() -> int:
-    """That `FlashInfer` holds."""
-    return _WORKSPACE + 2 * _PLAN
+    """Return the device memory of a `FlashInfer` instance, in bytes."""
+    return _WORKSPACE_BYTES + 2 * _PLAN_BYTES
 
 
 class FlashInfer:
-    """The wrappers of one rank. ``prompts``, ``decode``: what there is to call."""
+    """FlashInfer's attention on one rank: ``prompts`` for prefill chunks, ``decode`` for decode rows."""
 
     def __init__(self, module: ModuleType, operations: Operations, model: ModelSpec, device: torch.device) -> None:
-        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+        """Allocate the workspace on ``device`` and make the wrappers of the package ``module``."""
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.prompts = FlashInferPrompts(module, workspace, operations, model)
         self.decode = PagedDecode(module, workspace, model)
 
     @classmethod
-    def tried(cls, operations: Operations, model: ModelSpec, device: torch.device) -> FlashInfer | str:
-        """It, or why it cannot be used. It compiles its kernels now, where it has none that fit, and must give the
-        numbers that we expect, so that nothing is found out in the middle of a request."""
-        if (reason := unfit(model)) is not None:
+    def try_create(cls, operations: Operations, model: ModelSpec, device: torch.device) -> FlashInfer | str:
+        """Create a `FlashInfer` if its results equal PyTorch's attention; otherwise return the reason, as text.
+
+        FlashInfer compiles missing kernels during the comparison, so that no request waits for a compiler.
+        """
+        if (reason := why_unfit(model)) is not None:
             return reason
         try:
             module = import_module("flashinfer")
-            if missing := lacks(module):
+            if missing := missing_api(module):
                 return f"its version {version(module)} is unlike {KNOWN}: {'; '.join(missing)}"
-            made = cls(module, operations, model, device)
-            error = made._error(device)
-        # Whatever its import, nvcc, ninja or its checks raise: nothing depends on it.
+            instance = cls(module, operations, model, device)
+            error = instance._error(device)
+        # FlashInfer is optional, so any exception of its import, of nvcc or of ninja is only reported.
         except Exception as failure:
             return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
-        return made if error < _CLOSE else f"it is off by {error:.3f} from PyTorch's attention in a trial"
+        return instance if error < _MAX_ERROR else f"it is off by {error:.3f} from PyTorch's attention in a trial"
 
     def _error(self, device: torch.device) -> float:
-        """Largest difference to attention in fp32, over prompts, and over two page lists that share a plan."""
-        model, chance = self.decode.model, torch.Generator().manual_seed(0)
+        """Return the largest difference to fp32 attention, in a prefill chunk and in two decode steps with one plan."""
+        model, generator = self.decode.model, torch.Generator().manual_seed(0)
         heads, kv_heads, dim, page = model.num_heads, model.num_kv_heads, model.head_dim, 16
 
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dim, generator=chance).to(model.dtype)
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, dim, generator=generator).to(model.dtype)
 
-        q, kv, before = drawn(5, heads), drawn(5, kv_heads, 2), drawn(kv_heads, 2, 20)
-        there = kv.to(device)
-        own = self.prompts.own(q.to(device), there[:, :, 0], there[:, :, 1], [(0, 2), (2, 5)])[1]
-        block = KVBlock(tuple(range(kv_heads)), *before.to(device).unbind(1))
-        found = self.prompts.attend(q[2:].to(device), own, [block])
-        k, v = (torch.cat([before[:, i].transpose(0, 1), kv[2:, :, i]]) for i in range(2))
-        errors = [_difference(found, q[2:], k, v, model.scale, first=20)]
-        pages, counts = drawn(6, kv_heads, 2, page), torch.tensor([2 * page, page + 3])
+        q, kv, earlier = random(5, heads), random(5, kv_heads, 2), random(kv_heads, 2, 20)
+        device_kv = kv.to(device)
+        own = self.prompts.own(q.to(device), device_kv[:, :, 0], device_kv[:, :, 1], [(0, 2), (2, 5)])[1]
+        block = KVBlock(tuple(range(kv_heads)), *earlier.to(device).unbind(1))
+        out = self.prompts.attend(q[2:].to(device), own, [block])
+        k, v = (torch.cat([earlier[:, i].transpose(0, 1), kv[2:, :, i]]) for i in range(2))
+        errors = [_difference(out, q[2:], k, v, model.scale, first=20)]
+        pages, counts = random(6, kv_heads, 2, page), torch.tensor([2 * page, page + 3])
         for ids in (torch.tensor([[5, 1], [2, 0]]), torch.tensor([[3, 4], [0, 2]])):
             lists = ids.int()[:, None].to(device)
-            parts, _ = self.decode.attend(q[:2].to(device), pages.to(device), lists, counts)
+            out, _ = self.decode.attend(q[:2].to(device), pages.to(device), lists, counts)
             for row, count in enumerate(counts.tolist()):
                 k, v = (pages[ids[row], :, i].transpose(1, 2).flatten(0, 1)[:count] for i in range(2))
-                errors.append(_difference(parts[row, :, 0][None], q[row : row + 1], k, v, model.scale, first=count - 1))
-        return float(torch.tensor(errors).max())  # NaN, if one is
+                errors.append(_difference(out[row, :, 0][None], q[row : row + 1], k, v, model.scale, first=count - 1))
+        # The maximum of a tensor is NaN if one of its elements is, unlike Python's `max`.
+        return float(torch.tensor(errors).max())
 
 
 def version(module: ModuleType) -> str:
+    """Return the version of FlashInfer, or ``unknown``."""
     return str(getattr(module, "__version__", "unknown"))
 
 
 class FlashInferPrompts(Prompts):
-    """All chunks of a step in one launch, planned once for all layers; each block of earlier tokens in one more, which
-    needs no plan."""
+    """Attention of prefill chunks by FlashInfer.
+
+    All chunks of a step attend themselves in one launch, which is planned once for all layers. Each block of earlier
+    tokens is another launch, without a plan.
+    """
 
     head_axis = 1
 
@@ -159,7 +172,7 @@ class FlashInferPrompts(Prompts):
         self._own = _Planned(getattr(module, _RAGGED)(float_workspace_buffer=workspace, kv_layout="NHD"))
 
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:
-        """Decoding rows between two chunks are attended as a chunk, for nothing."""
+        # Decode rows between two chunks are attended as one more chunk, and the result is not used.
         first, last = chunks[0][0], chunks[-1][1]
         bounds = sorted({bound - first for chunk in chunks for bound in chunk})
         indptr, model = torch.tensor(bounds, dtype=torch.int32), self._model
@@ -169,56 +182,66 @@ class FlashInferPrompts(Prompts):
             q_data_type=model.dtype, disable_split_kv=True,
         )  # fmt: skip
         q, k, v = (x[first:last].contiguous() for x in (q, k, v))
-        out, lse = _natural(*wrapper.run(q, k, v, return_lse=True))
+        out, lse = _to_natural_log(*wrapper.run(q, k, v, return_lse=True))
         return [Partial(out[start - first : end - first], lse[start - first : end - first]) for start, end in chunks]
 
     def over(self, q: Tensor, block: KVBlock) -> Partial:
-        k, v = block.k.transpose(0, 1), block.v.transpose(0, 1)  # views: a token's channels are together
+        k, v = block.k.transpose(0, 1), block.v.transpose(0, 1)
         scale = self._model.scale
-        return Partial(*_natural(*self._over(q, k, v, causal=False, sm_scale=scale, return_lse=True)))
+        return Partial(*_to_natural_log(*self._over(q, k, v, causal=False, sm_scale=scale, return_lse=True)))
 
 
 class PagedDecode:
-    """Attention of decoding rows over lists of pages whose tokens the host knows. Planned once for all layers in which
-    the rows attend as many, whatever their pages are."""
+    """Attention of decode rows over page lists whose lengths the host knows.
+
+    Layers with lists of the same lengths share a plan, even if their pages differ.
+    """
 
     def __init__(self, module: ModuleType, workspace: Tensor, model: ModelSpec) -> None:
         self.model = model
-        # Its kernels without tensor cores know some sizes of groups only.
-        made = getattr(module, _DECODE)(float_workspace_buffer=workspace, kv_layout="HND", use_tensor_cores=True)
-        self._wrapper = _Planned(made)
-        self._pages = self._indices = torch.empty(0)  # of the plan: which entries of the lists count, and what they are
+        # FlashInfer's kernels without tensor cores serve only some numbers of query heads per KV head.
+        wrapper = getattr(module, _DECODE)(float_workspace_buffer=workspace, kv_layout="HND", use_tensor_cores=True)
+        self._wrapper = _Planned(wrapper)
+        self._positions = self._indices = torch.empty(0)
+        """The plan's positions of listed pages in the flattened ``ids``, and the pages at these positions."""
 
     def attend(self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Args:
-            q: ``[rows, heads, head_dim]``; kv: ``[pages, kv_heads, 2, page_size, head_dim]``, read as it lies.
-            ids: ``[rows, 1, n]`` int32, any stride; what lies beyond the tokens is not read.
-            tokens: ``[rows]`` on the host, at least one of each.
+        """Attend the listed pages with one query per row.
+
+        Args:
+            q: ``[rows, heads, head_dim]``.
+            kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
+            ids: ``[rows, lists, n]`` int32 pages of ``kv``, any stride. Of each row, only the first list is read, up to
+                the row's tokens.
+            tokens: ``[rows]`` int64 tokens of each list, on the host, at least 1.
 
         Returns:
-            ``(out [rows, heads, 1, head_dim] in the type of q, lse [rows, heads, 1] fp32)``.
+            ``(out [rows, heads, 1, head_dim] in the dtype of q, lse [rows, heads, 1] fp32)``.
         """
         model, page_size, columns = self.model, kv.shape[3], ids.shape[2]
         key, counts = (page_size, columns, *tokens.tolist()), -(-tokens // page_size)
         if not self._wrapper.is_planned(key):
-            before = torch.arange(len(counts)) * columns - (counts.cumsum(0) - counts)
-            self._pages = sent(torch.arange(int(counts.sum())) + before.repeat_interleave(counts), q.device)
-            self._indices = torch.empty(len(self._pages), dtype=torch.int32, device=q.device)
-        # In place: the plan keeps the tensor that it was given.
-        torch.index_select(ids[:, 0].reshape(-1), 0, self._pages, out=self._indices)
+            offsets = torch.arange(len(counts)) * columns - (counts.cumsum(0) - counts)
+            self._positions = sent(torch.arange(int(counts.sum())) + offsets.repeat_interleave(counts), q.device)
+            self._indices = torch.empty(len(self._positions), dtype=torch.int32, device=q.device)
+        # FlashInfer's plan keeps a reference to the indices, so each call writes to the same tensor.
+        torch.index_select(ids[:, 0].reshape(-1), 0, self._positions, out=self._indices)
         wrapper = self._wrapper.planned(
             key, indptr=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(), indices=self._indices,
             last_page_len=(tokens - (counts - 1) * page_size).int(), num_qo_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, page_size=page_size, sm_scale=model.scale,
             q_data_type=model.dtype,
         )  # fmt: skip
-        out, lse = _natural(*wrapper.run(q, (kv[:, :, 0], kv[:, :, 1]), return_lse=True))
+        out, lse = _to_natural_log(*wrapper.run(q, (kv[:, :, 0], kv[:, :, 1]), return_lse=True))
         return out[:, :, None], lse[:, :, None]
 
 
 class _Planned:
-    """A wrapper, and what it is planned for. A plan is written to pinned memory, from which the device copies it: a
-    later one must wait until that copy is done, or it would spoil it."""
+    """A FlashInfer wrapper with the key of its current plan.
+
+    FlashInfer writes a plan to pinned memory and lets the device copy it. The next plan waits for that copy, because it
+    overwrites the same memory.
+    """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
@@ -226,9 +249,11 @@ class _Planned:
         self._copied: torch.cuda.Event | None = None
 
     def is_planned(self, key: Hashable) -> bool:
+        """Tell whether the current plan has the key ``key``."""
         return key == self._key
 
     def planned(self, key: Hashable, **arguments: Any) -> Any:
+        """Return the wrapper after planning with ``arguments``, unless the current plan has the key ``key``."""
         if not self.is_planned(key):
             if self._copied is not None:
                 self._copied.synchronize()
@@ -237,16 +262,18 @@ class _Planned:
         return self._wrapper
 
 
-def _natural(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """From base 2."""
+def _to_natural_log(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert an LSE of base 2 to the natural logarithm."""
     return out, lse * math.log(2)
 
 
-def _difference(found: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, first: int) -> float:
-    """To attention in fp32 of ``q`` ``[chunk, heads, head_dim]``, of tokens ``first ..``, over ``k``, ``v`` ``[tokens,
-    kv_heads, head_dim]``, all on the host."""
+def _difference(out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, first: int) -> float:
+    """Return the largest difference of ``out`` to causal fp32 attention, where ``q`` begins at position ``first``.
+
+    ``q`` is ``[chunk, heads, head_dim]``; ``k`` and ``v`` are ``[tokens, kv_heads, head_dim]``, all on the host.
+    """
     k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     logits = torch.einsum("qhd,thd->hqt", q.float(), k) * scale
     hidden = torch.arange(len(k)) > torch.arange(first, first + len(q))[:, None]
     expected = torch.einsum("hqt,thd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), v)
-    return float((found.cpu().float() - expected).abs().max())
+    return float((out.cpu().float() - expected).abs().max())

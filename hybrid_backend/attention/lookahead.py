@@ -1,12 +1,10 @@
-"""The predicted query (DESIGN.md section 4): what a decoder layer's own code makes of an earlier layer's input, as far
-as its attention.
+"""Predicted queries: a decoder layer's own code is run up to its attention, on the input of the previous decoder layer.
 
-Nothing is known here of families of models. A layer is copied without its weights, which the copy shares; in the copy
-the attention keeps the query that it is called with, and nothing after it runs. Norms, projections, biases, norms of
-queries, rotary embedding, gates, scales: whatever the layer does before its attention is done, in its own order. Only
-the projection to queries, keys and values is told apart, so that the rows of keys and values are left out.
+The prediction works for every model family, because a `QueryPredictor` runs a copy of the engine's layer. The copy
+shares the weights, and its attention module stops the forward pass and returns the query. Norms, biases, rotary
+embedding and scales therefore run as in the layer itself. Only the query rows of the QKV projection are computed.
 
-What such a copy gets right is proven before it is used (`proven_predictor`).
+`proven_predictor` verifies a predictor on random input before the predictor is used.
 """
 
 from __future__ import annotations
@@ -22,13 +20,16 @@ from torch import Tensor, nn
 from hybrid_backend.errors import EngineError
 
 _PROOF_ROWS = 4
-# Relative errors. In 16 bits the sum of hidden states and residual is rounded once more, and so is what follows.
-_PROVEN, _PROVEN_HALF = 1e-3, 0.05
+"""Rows of the random input that verifies a predictor."""
+_MAX_ERROR_FP32 = 1e-3
+"""Largest relative error of a predictor on the layer's own input in fp32."""
+_MAX_ERROR_16_BIT = 0.05
+"""Largest relative error in 16 bits, where the predictor rounds the sum of hidden states and residual once more."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class _Reached(Exception):
-    """Not an error: how a layer's forward is left."""
+class _AttentionReachedError(Exception):
+    """Raised by the attention of a copied layer to end the layer's forward pass, which is not a failure."""
 
     def __init__(self, query: Tensor) -> None:
         super().__init__("the query is there")
@@ -36,120 +37,133 @@ class _Reached(Exception):
 
 
 class Predictor(Protocol):
-    """Predicts one layer's query from what an earlier decoder layer is called with.
-
-    ``adds_residual``: the residual stream is the sum of hidden states and residual, else the hidden states alone, and
-    no residual is given.
-    """
+    """Predicts the query of one layer from the inputs of an earlier decoder layer."""
 
     adds_residual: bool
+    """The residual stream is the sum of hidden states and residual; otherwise the hidden states alone."""
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """``inputs``: what the layer is called with, by name, for any rows. ``[rows, heads, head_dim]``."""
+        """Return the predicted query ``[rows, heads, head_dim]``, given the arguments of the decoder layer by name."""
 
 
 class QueryPredictor:
-    """A `Predictor` that runs the layer's own code."""
+    """A `Predictor` that runs a copy of the decoder layer up to its attention."""
 
     adds_residual = False
+    """`proven_predictor` sets this to True for a layer that adds its residual."""
 
     def __init__(self, decoder: nn.Module, attention: nn.Module, head_dim: int, projection: nn.Module | None) -> None:
-        """
+        """Copy the decoder layer.
+
         Args:
-            decoder: the layer whose query is predicted.
-            attention: the module in it that is called with query, key, value.
-            projection: the module in it that projects to all three, of which only the rows of queries are computed;
-                None: the layer runs as it is.
+            decoder: decoder layer whose query is predicted.
+            attention: attention module of the layer, which is called with query, key and value.
+            head_dim: channels of a head.
+            projection: QKV projection of the layer, of which only the rows of queries are computed; None: the whole
+                layer up to its attention is computed.
         """
 
-        def keep(query: Tensor, *others: Any, **more: Any) -> NoReturn:
-            raise _Reached(query)
+        def stop(query: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+            raise _AttentionReachedError(query)
 
-        replaced: dict[nn.Module, Callable[..., Any]] = {attention: keep}
+        forwards: dict[nn.Module, Callable[..., Any]] = {attention: stop}
         if projection is not None:
-            replaced[projection] = _query_rows(projection)
-        self._layer, self._head_dim = _copied(decoder, replaced), head_dim
+            forwards[projection] = _query_forward(projection)
+        self._layer, self._head_dim = _copy_layer(decoder, forwards), head_dim
         arguments = call_names(decoder)
         self._takes = frozenset(arguments)
-        self._unknown = {name: None for name, is_required in arguments.items() if is_required}
+        self._defaults = {name: None for name, is_required in arguments.items() if is_required}
 
     def takes(self, name: str) -> bool:
-        """Whether the layer is called with it."""
+        """Tell whether the decoder layer has an argument ``name``."""
         return name in self._takes
 
     def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """
+        """Return the predicted query ``[rows, heads, head_dim]``.
+
         Raises:
-            EngineError: the layer's forward ends without attention.
+            EngineError: the forward pass of the layer ends without a call of its attention.
         """
-        given = {name: value for name, value in inputs.items() if name in self._takes}
-        if self.adds_residual and given.get("residual") is not None:
-            given |= {"hidden_states": given["hidden_states"] + given["residual"], "residual": None}
+        arguments = {name: value for name, value in inputs.items() if name in self._takes}
+        if self.adds_residual and arguments.get("residual") is not None:
+            arguments |= {"hidden_states": arguments["hidden_states"] + arguments["residual"], "residual": None}
         try:
-            self._layer.forward(**(self._unknown | given))
-        except _Reached as reached:
+            self._layer.forward(**(self._defaults | arguments))
+        except _AttentionReachedError as reached:
             query = reached.query
             return query.reshape(-1, query.shape[-1] // self._head_dim, self._head_dim) if query.dim() == 2 else query
         raise EngineError(f"{type(self._layer).__name__} does not call its attention")
 
 
 def call_names(decoder: nn.Module) -> dict[str, bool]:
-    """Names of what a layer is called with, in order, and whether it must be given."""
-    arguments = list(inspect.signature(type(decoder).forward).parameters.values())[1:]
-    return {each.name: each.default is each.empty for each in arguments if each.kind not in _VARIABLE}
+    """Return the argument names of a decoder layer's ``forward``, in order; True: the argument has no default."""
+    parameters = list(inspect.signature(type(decoder).forward).parameters.values())[1:]
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind not in _VARIABLE
+    }
 
 
 def named(names: Iterable[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name. ``names``: `call_names`."""
+    """Return the arguments of a call by name, where ``names`` are the names of the positional ones (`call_names`)."""
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 class Layer(NamedTuple):
-    """An attention layer that is ours. Layers of other kinds (state-space, linear attention) are the engine's."""
+    """An attention layer that this backend computes. The engine computes state-space and linear-attention layers."""
 
-    attention: Any  # the engine's module
-    decoder: nn.Module  # the decoder layer that it is in
-    before: nn.Module | None  # the decoder layer before that one
+    attention: Any
+    """The engine's attention module."""
+    decoder: nn.Module
+    """Decoder layer that contains the attention module."""
+    before: nn.Module | None
+    """Previous decoder layer; None for the first one."""
 
 
 def layer_at(modules: Mapping[str, nn.Module], path: str) -> Layer:
-    """The attention at ``path``. Its decoder layer is an item of a list of modules.
+    """Return the attention layer at a module path, with its decoder layer and the previous decoder layer.
 
     Args:
-        modules: all of the model, by path (``nn.Module.named_modules``).
+        modules: all modules of the model by path (``nn.Module.named_modules``).
+        path: path of the attention module.
 
     Raises:
-        EngineError: there is no list of layers.
+        EngineError: no ``nn.ModuleList`` of decoder layers is on the path.
     """
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        listing = modules[".".join(parts[: end - 1])]
-        if isinstance(listing, nn.ModuleList):
-            index = int(parts[end - 1])
-            return Layer(modules[path], listing[index], listing[index - 1] if index else None)
+    names = path.split(".")
+    for end in range(len(names) - 1, 0, -1):
+        decoders = modules[".".join(names[: end - 1])]
+        if isinstance(decoders, nn.ModuleList):
+            index = int(names[end - 1])
+            return Layer(modules[path], decoders[index], decoders[index - 1] if index else None)
     raise EngineError(f"{path} is in no list of decoder layers")
 
 
 Inputs = Callable[[Tensor, Tensor, Tensor | None], Mapping[str, Any]]
-"""What an engine calls a decoder layer with: positions ``[rows]``, hidden states and residual ``[rows, hidden]``."""
+"""Function that makes an engine's arguments of a decoder layer, by name.
+
+Its parameters are positions ``[rows]``, hidden states ``[rows, hidden]`` and the residual ``[rows, hidden]`` or None.
+"""
 
 
 def predictors(
     layers: Mapping[int, Layer], head_dim: int, stream: Tensor, projections: tuple[type[nn.Module], ...], inputs: Inputs
 ) -> tuple[dict[int, QueryPredictor], str | None]:
-    """What is proven of each layer (`proven_predictor`), and what to log of those that must do without."""
-    found: dict[int, QueryPredictor] = {}
-    whys: dict[str, list[str]] = {}
+    """Return the verified predictors by layer (`proven_predictor`), and a log line about layers without a predictor."""
+    predictor_of: dict[int, QueryPredictor] = {}
+    layers_of_reason: dict[str, list[str]] = {}
     for index, (attention, decoder, _) in layers.items():
         predictor = proven_predictor(decoder, attention, head_dim, stream, projections, inputs)
         if isinstance(predictor, str):
-            whys.setdefault(predictor, []).append(str(index))
+            layers_of_reason.setdefault(predictor, []).append(str(index))
         else:
-            found[index] = predictor
-    if not whys:
-        return found, None
-    told = "; ".join(f"{why} (layers {', '.join(those)})" for why, those in whys.items())
-    return found, f"lookahead: {told}: CPU workers start there with the true query, so less of their time is hidden"
+            predictor_of[index] = predictor
+    if not layers_of_reason:
+        return predictor_of, None
+    reasons = "; ".join(f"{reason} (layers {', '.join(names)})" for reason, names in layers_of_reason.items())
+    log = f"lookahead: {reasons}: CPU workers start there with the true query, so less of their time is hidden"
+    return predictor_of, log
 
 
 def proven_predictor(
@@ -160,51 +174,57 @@ def proven_predictor(
     projections: tuple[type[nn.Module], ...],
     inputs: Inputs,
 ) -> QueryPredictor | str:
-    """A predictor that gives the layer's real query where it is given the layer's own input, or why there is none.
+    """Return a predictor that yields a layer's true query from the layer's own input, or the reason why none does.
 
-    Proven on random input: the layer itself is given hidden states and residual apart, the predictor the stream.
+    The predictor is verified on random input. The layer itself gets hidden states and residual as two tensors; the
+    predictor gets only the residual stream.
 
     Args:
-        stream: ``[0, hidden]``, of the residual stream's dtype and device.
-        projections: the engine's kinds of modules that project to queries, keys and values at once.
+        decoder: decoder layer whose query is predicted.
+        attention: attention module of the layer.
+        head_dim: channels of a head.
+        stream: empty tensor ``[0, hidden]`` with the dtype and device of the residual stream.
+        projections: the engine's classes of QKV projections.
+        inputs: function that makes the arguments of the decoder layer.
     """
-    only = only_projection(decoder, projections)
-    narrowed = [only] if only is not None and has_query_rows(only, stream.dtype) else []
+    qkv_projection = only_projection(decoder, projections)
+    has_rows = qkv_projection is not None and has_query_rows(qkv_projection, stream.dtype)
     kind, error = type(decoder).__name__, float("inf")
     try:
-        itself = QueryPredictor(decoder, attention, head_dim, None)
-        if not itself.takes("hidden_states"):
+        true_layer = QueryPredictor(decoder, attention, head_dim, None)
+        if not true_layer.takes("hidden_states"):
             return f"{kind} is not called with hidden_states"
-        chance = torch.Generator().manual_seed(0)
-        hidden, residual = torch.randn(2, _PROOF_ROWS, stream.shape[1], generator=chance).to(stream)
+        generator = torch.Generator().manual_seed(0)
+        hidden, residual = torch.randn(2, _PROOF_ROWS, stream.shape[1], generator=generator).to(stream)
         positions = torch.arange(_PROOF_ROWS, device=stream.device)
         with torch.inference_mode():
-            # Clones, as layers change what they are given.
-            real = itself(inputs(positions, hidden.clone(), residual.clone())).float()
-            for projection in [*narrowed, None]:
+            # Some layers modify their inputs in place, so each call gets a copy.
+            true_query = true_layer(inputs(positions, hidden.clone(), residual.clone())).float()
+            for projection in [qkv_projection, None] if has_rows else [None]:
                 predictor = QueryPredictor(decoder, attention, head_dim, projection)
-                # Some layers are given a residual and pass it by.
-                for predictor.adds_residual in (True, False) if itself.takes("residual") else (False,):
+                # Some decoder layers accept a residual but do not add it.
+                for predictor.adds_residual in (True, False) if true_layer.takes("residual") else (False,):
                     stream = hidden + residual if predictor.adds_residual else hidden.clone()
                     predicted = predictor(inputs(positions, stream, None)).float()
-                    error = float((predicted - real).norm() / real.norm())
-                    if error <= (_PROVEN if stream.dtype == torch.float32 else _PROVEN_HALF):
+                    error = float((predicted - true_query).norm() / true_query.norm())
+                    if error <= (_MAX_ERROR_FP32 if stream.dtype == torch.float32 else _MAX_ERROR_16_BIT):
                         return predictor
-    except Exception as why:  # whatever the engine's code has to say to a call that is not its own
-        return f"{kind} does not run as far as its attention ({type(why).__name__}: {why})"
+    # The engine's code may raise any exception, because the engine itself never calls a layer in this way.
+    except Exception as reason:
+        return f"{kind} does not run as far as its attention ({type(reason).__name__}: {reason})"
     return f"{kind} gives a query that is {error:.0%} off where it is given its own input"
 
 
 def only_projection(decoder: nn.Module, projections: tuple[type[nn.Module], ...]) -> nn.Module | None:
-    """The layer's module that projects to queries, keys and values at once; None: there is none, or several."""
-    found = [module for module in decoder.modules() if isinstance(module, projections)]
-    return found[0] if len(found) == 1 else None
+    """Return the QKV projection of a decoder layer; None if the layer has none or several."""
+    modules = [module for module in decoder.modules() if isinstance(module, projections)]
+    return modules[0] if len(modules) == 1 else None
 
 
 def has_query_rows(projection: Any, dtype: torch.dtype) -> bool:
-    """Return whether `query_rows` can tell the weights of queries apart.
+    """Tell whether `query_rows` can slice the weight of a QKV projection.
 
-    Some engines pack the weights of a projection on a CPU, and may drop the original.
+    On a CPU some engines pack the weight into another layout and drop the original.
     """
     weight = getattr(projection, "weight", None)
     rows = int(getattr(projection, "num_heads", 0)) * int(getattr(projection, "head_size", 0))
@@ -212,16 +232,17 @@ def has_query_rows(projection: Any, dtype: torch.dtype) -> bool:
 
 
 def query_rows(projection: Any) -> tuple[Tensor, Tensor | None]:
-    """Return weight ``[rows, hidden]`` and bias of a projection's queries, which come first; gates count as heads.
+    """Return views of the weight ``[rows, hidden]`` and the bias ``[rows]`` of the queries in a QKV projection.
 
-    Both are views for one call: the weights of a running engine change, and its parameters may get other memory.
+    Queries come first, and output gates count as query heads. The views are valid for one call, because an engine may
+    replace its parameters while it runs.
     """
     rows, bias = projection.num_heads * projection.head_size, getattr(projection, "bias", None)
     return projection.weight[:rows], None if bias is None else bias[:rows]
 
 
-def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
-    """The projection's forward with zeros for keys and values. Both engines return a bias apart, if asked to."""
+def _query_forward(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
+    """Return a forward of a QKV projection that yields ``(output, None)``, with zeros for keys and values."""
     key_value_rows = len(projection.weight) - len(query_rows(projection)[0])
 
     def forward(x: Tensor) -> tuple[Tensor, None]:
@@ -230,15 +251,17 @@ def _query_rows(projection: Any) -> Callable[[Tensor], tuple[Tensor, None]]:
     return forward
 
 
-def _copied(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]]) -> nn.Module:
-    """A copy that shares all weights, in which some submodules have another forward; what holds none of those is
-    shared. Hooks of the original are not called."""
-    own = copy.copy(module)
-    own._forward_hooks, own._forward_pre_hooks = type(own._forward_hooks)(), type(own._forward_pre_hooks)()
-    own._modules = {
-        name: child if child is None or forwards.keys().isdisjoint(child.modules()) else _copied(child, forwards)
+def _copy_layer(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]]) -> nn.Module:
+    """Copy a module without its hooks, sharing all weights, and replace the ``forward`` of the modules in ``forwards``.
+
+    Submodules that contain no module of ``forwards`` are shared instead of copied.
+    """
+    clone = copy.copy(module)
+    clone._forward_hooks, clone._forward_pre_hooks = type(clone._forward_hooks)(), type(clone._forward_pre_hooks)()
+    clone._modules = {
+        name: child if child is None or forwards.keys().isdisjoint(child.modules()) else _copy_layer(child, forwards)
         for name, child in module._modules.items()
     }
     if module in forwards:
-        own.__dict__["forward"] = forwards[module]
-    return own
+        clone.__dict__["forward"] = forwards[module]
+    return clone

@@ -1,4 +1,4 @@
-"""Partial attention over a list of pages; sinks. Partials are merged by `Operations.merge_partials`."""
+"""Partial attention over lists of pages, and attention sinks. `Operations.merge_partials` merges partials."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Rows of unlike length are attended one by one where padding them to the longest would cost more than this factor.
 _MAX_PADDING = 1.25
+"""Rows are attended one by one if padding the lists to the longest list would read more than this factor of tokens."""
 
 
 class Partial(NamedTuple):
-    """Attention over a subset of the keys. ``out`` fp32 ``[..., head_dim]``, ``lse`` fp32 ``[...]``, natural log.
-
-    The partial over no key is out 0, lse -inf.
-    """
+    """Attention over a subset of the keys. A partial over no key has out 0 and LSE -inf."""
 
     out: Tensor
+    """``[..., head_dim]`` fp32."""
     lse: Tensor
+    """``[...]`` fp32 log-sum-exp of the logits, natural logarithm."""
 
 
 class PageList(NamedTuple):
-    """Pages to attend. ``ids``: ``[rows, 1 | kv_heads, k]`` int64, -1 for padding, padding last, tail page last of the
-    pages; ``valid``: same shape, tokens of each page (0 for padding)."""
+    """Pages to attend, one list per row, or one per row and KV head."""
 
     ids: Tensor
+    """``[rows, 1 | kv_heads, k]`` int64 pages, the last page of the sequence last, then padding with -1."""
     valid: Tensor
+    """``[rows, 1 | kv_heads, k]`` int64 tokens in each page; 0 for padding."""
 
     @property
     def tokens(self) -> float:
-        """Tokens attended, summed over rows; the mean over the lists of a row."""
+        """Number of tokens, averaged over the lists of a row and summed over rows."""
         return int(self.valid.sum()) / max(1, self.ids.shape[1])
 
     @property
     def pages(self) -> float:
-        """Pages listed, counted in the same way."""
+        """Number of pages, averaged over the lists of a row and summed over rows."""
         return int((self.ids >= 0).sum()) / max(1, self.ids.shape[1])
 
 
 def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
-    """Attention of one query token per row over its listed pages.
+    """Attend the listed pages with one query per row, on the CPU.
 
     Args:
         q: ``[rows, heads, head_dim]``.
-        layer: ``[pages, kv_heads, 2, page_size, head_dim]``, contiguous (`HostPool.layers`, `SlotPool.layers`).
-        pages: the lists; ids index ``layer``.
-        scale: multiplies the logits.
+        layer: ``[pages, kv_heads, 2, page_size, head_dim]``, contiguous (`HostPool.layers`).
+        pages: page lists; the ids are pages of ``layer``.
+        scale: factor of the logits.
 
     Returns:
-        Partial of shape ``[rows, heads, head_dim]``.
+        Partial with out ``[rows, heads, head_dim]``.
     """
     rows, heads, dim = q.shape
     _, kv_heads, _, page_size, _ = layer.shape
     counts = pages.valid.sum(-1)  # [rows, lists]
     if rows > 1 and pages.valid.numel() * page_size > _MAX_PADDING * int(counts.sum()):
-        each = [
+        partials = [
             paged_partial(q[r : r + 1], layer, PageList(pages.ids[r : r + 1], pages.valid[r : r + 1]), scale)
             for r in range(rows)
         ]
-        return Partial(torch.cat([p.out for p in each]), torch.cat([p.lse for p in each]))
+        return Partial(torch.cat([p.out for p in partials]), torch.cat([p.lse for p in partials]))
     grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
     if rows == 1 and pages.ids.shape[1] == 1:
         tokens = int(counts)
@@ -83,25 +83,28 @@ def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Pa
         grouped, k, v, 0.0, False, attn_mask=mask, scale=scale
     )
     out = out.reshape(rows, heads, dim).float()
-    if mask is not None:  # the kernel gives out 0, lse 0 to a fully masked row
-        none = (counts == 0).expand(-1, kv_heads)[..., None]
-        lse = lse.masked_fill(none, float("-inf"))
+    # PyTorch's kernel returns LSE 0 instead of -inf for a row without tokens.
+    if mask is not None:
+        is_empty = (counts == 0).expand(-1, kv_heads)[..., None]
+        lse = lse.masked_fill(is_empty, float("-inf"))
     return Partial(out, lse.reshape(rows, heads))
 
 
 def empty_partial(q: Tensor) -> Partial:
-    """The partial over no key, for queries ``[rows, heads, head_dim]``."""
+    """Return the partial over no key, for queries ``q`` ``[rows, heads, head_dim]``."""
     return Partial(
         torch.zeros_like(q, dtype=torch.float32), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     )
 
 
 def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
-    """The attention over one more key, of a learned logit and no value: it takes part in the softmax's denominator only
-    (gpt-oss, arXiv 2508.10925: StreamingLLM's attention sink, arXiv 2309.17453, without a token). To be called once for
-    each query, when all of its keys are merged.
+    """Add the attention sink of each head, a learned logit that counts in the softmax's denominator only.
 
-    ``sinks``: fp32 logits, to be broadcast to ``partial.lse``; -inf, as None: no sink.
+    gpt-oss (arXiv 2508.10925) has such sinks. StreamingLLM (arXiv 2309.17453) uses the first tokens instead.
+
+    Args:
+        partial: attention over all keys of a query. A sink must be added only once per query.
+        sinks: fp32 logits, broadcast to ``partial.lse``; None or -inf: no sink.
     """
     if sinks is None:
         return partial

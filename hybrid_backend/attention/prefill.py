@@ -1,4 +1,4 @@
-"""What attention of prompts is made of: blocks of earlier tokens, PyTorch's flash attention, sliding windows."""
+"""Building blocks of the attention of prompts: K and V of earlier tokens, flash attention, sliding windows."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from hybrid_backend.batch import sent
 
 
 class KVBlock(NamedTuple):
-    """K and V of some tokens: ``k``, ``v`` are ``[len(heads), tokens, head_dim]`` of the KV heads ``heads``."""
+    """K and V of some tokens and some KV heads of a sequence."""
 
     heads: tuple[int, ...]
+    """KV heads of the block."""
     k: Tensor
+    """``[len(heads), tokens, head_dim]``."""
     v: Tensor
+    """``[len(heads), tokens, head_dim]``."""
 
 
 def gather_tokens(
     blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, heads: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """K and V of the tokens ``start:end`` of a sequence.
+    """Copy K and V of the tokens ``start:end`` of a sequence out of its pages.
 
     Args:
-        blocks: ``[pages * kv_heads * 2, page_size, head_dim]``.
-        pages: ``[n]`` host page ids of the whole sequence.
-        heads: KV heads that are wanted, None: all.
+        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        pages: ``[n]`` int64 host pages of the whole sequence.
+        kv_heads: KV heads of the layer.
+        start: first token.
+        end: token after the last one.
+        heads: KV heads to copy; None: all.
 
     Returns:
         ``(k, v)``, each ``[heads, end - start, head_dim]``.
@@ -36,36 +42,43 @@ def gather_tokens(
     page_size, dim = blocks.shape[1:]
     first = start // page_size
     ids = pages[first : -(-end // page_size)]
-    wanted = sent(torch.tensor(range(kv_heads) if heads is None else heads), ids.device)
-    index = (ids[None] * kv_heads + wanted[:, None]).flatten() * 2
-    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, len(wanted), -1, dim)
+    head_ids = sent(torch.tensor(range(kv_heads) if heads is None else heads), ids.device)
+    index = (ids[None] * kv_heads + head_ids[:, None]).flatten() * 2
+    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, len(head_ids), -1, dim)
     k, v = gathered.narrow(2, start - first * page_size, end - start)
     return k, v
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None) -> Partial:
-    """PyTorch's flash attention for the tensors' device and type, with its log-sum-exp.
+    """Compute attention and its LSE with the fastest PyTorch kernel for the device and dtype of the tensors.
 
     Args:
-        q, k, v: ``[heads, tokens, head_dim]``, as many heads in each. ``causal``: of equal lengths only.
-        mask: ``[1 | heads, tokens, keys]`` bool, true: attended, which every query does of some key; not with
-            ``causal``.
+        q: ``[heads, tokens, head_dim]``.
+        k: ``[heads, keys, head_dim]``, with as many heads as ``q``.
+        v: shaped like ``k``.
+        causal: token i attends keys 0 to i only. There must be as many tokens as keys.
+        scale: factor of the logits.
+        mask: ``[1 | heads, tokens, keys]`` bool, true where a token attends a key; not together with ``causal``. Each
+            token must attend at least one key.
 
     Returns:
-        ``out`` ``[heads, tokens, head_dim]`` in the type of ``q``, ``lse`` ``[heads, tokens]`` fp32, natural log.
+        Partial with out ``[heads, tokens, head_dim]`` in the dtype of ``q`` and LSE ``[heads, tokens]`` fp32.
     """
-    aten, one, bias = torch.ops.aten, (q[None], k[None], v[None]), None
+    aten, qkv, bias = torch.ops.aten, (q[None], k[None], v[None]), None
     if mask is not None:
-        room = q.new_zeros(*mask.shape[:2], -(-mask.shape[2] // 16) * 16)  # aligned rows, as a GPU wants them
-        bias = room[..., : mask.shape[2]].masked_fill_(~mask, float("-inf"))[None]
+        # GPU kernels need rows of the bias that are aligned to 16 elements.
+        padded = q.new_zeros(*mask.shape[:2], -(-mask.shape[2] // 16) * 16)
+        bias = padded[..., : mask.shape[2]].masked_fill_(~mask, float("-inf"))[None]
     if not q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*one, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, causal, attn_mask=bias, scale=scale)
     elif q.dtype != torch.float32 and bias is None:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(*one, 0.0, causal, False, scale=scale)
-    else:  # FlashAttention has 16-bit types only, and no masks
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, False, scale=scale)
+    else:
+        # PyTorch's FlashAttention kernel supports neither fp32 nor masks.
         bias = None if bias is None else bias.expand(-1, len(q), -1, -1)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*one, bias, True, 0.0, causal, scale=scale)
-        lse = lse[..., : q.shape[1]]  # padded
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*qkv, bias, True, 0.0, causal, scale=scale)
+        # This kernel returns an LSE that is padded beyond the last token.
+        lse = lse[..., : q.shape[1]]
     return Partial(out[0], lse[0])
 
 
@@ -73,11 +86,17 @@ def windowed(
     q: Tensor, blocks: Tensor, pages: Tensor, seq_len: int, kv_heads: int, scale: float, window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each of the last ``len(q)`` of ``seq_len`` tokens sees the last ``window`` tokens, itself included.
+    """Compute sliding-window attention of the last tokens of a sequence, whose K and V are already in the pages.
 
     Args:
-        q: ``[chunk, heads, head_dim]``, any chunk length; their K and V are in the pages already.
-        sinks: ``[heads]`` fp32 (`with_sinks`).
+        q: queries of the last ``chunk`` tokens, ``[chunk, heads, head_dim]``.
+        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        pages: ``[n]`` int64 host pages of the whole sequence.
+        seq_len: sequence length, including the chunk.
+        kv_heads: KV heads of the layer.
+        scale: factor of the logits.
+        window: number of tokens that a token attends, including itself.
+        sinks: ``[heads]`` fp32 logits of attention sinks (`with_sinks`); None: no sinks.
 
     Returns:
         ``[chunk, heads, head_dim]`` fp32.

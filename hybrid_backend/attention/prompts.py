@@ -1,5 +1,7 @@
-"""Attention of prompts: each chunk causally over itself, and without a mask over all that came before it. The partials
-merge exactly, so no ``[chunk, context]`` mask is ever built."""
+"""Attention of prefill chunks: causal over the chunk itself, and without a mask over all earlier tokens.
+
+The two partials merge exactly, so that no mask of shape ``[chunk, context]`` is needed.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +19,43 @@ from hybrid_backend.kernels.operations import Operations
 
 
 class Prompts(ABC):
-    """``head_axis``: where partials have their heads: 0: ``[heads, tokens, head_dim]``, 1: ``[tokens, heads,
-    head_dim]``; ``lse`` without the last dimension. ``out`` may be of the queries' type."""
+    """Attention of prefill chunks by one implementation. The out of its partials may have the dtype of the queries."""
 
     head_axis: ClassVar[int]
+    """Dimension of the heads: 0: out is ``[heads, tokens, head_dim]``; 1: out is ``[tokens, heads, head_dim]``."""
 
     def __init__(self, operations: Operations, model: ModelSpec) -> None:
         self._operations, self._model = operations, model
 
     @abstractmethod
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:
-        """Each chunk over itself, causally.
+        """Compute the causal attention of each chunk over its own tokens.
 
         Args:
-            q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``.
-            chunks: which tokens (from, to) each is, ascending.
+            q: queries of the batch, ``[tokens, heads, head_dim]``.
+            k: keys of the batch, ``[tokens, kv_heads, head_dim]``.
+            v: values of the batch, shaped like ``k``.
+            chunks: ``(start, end)`` tokens of each chunk in the batch, ascending. Each chunk gets a partial.
         """
 
     @abstractmethod
     def over(self, q: Tensor, block: KVBlock) -> Partial:
-        """All queries over all tokens of a block.
+        """Compute the attention of all queries ``q`` ``[chunk, heads, head_dim]`` over all tokens of a block.
 
-        Args:
-            q: ``[chunk, heads, head_dim]`` of the query heads of the block's KV heads.
+        ``q`` has only the query heads that belong to the KV heads of the block.
         """
 
     def attend(self, q: Tensor, own: Partial, before: Iterable[KVBlock], sinks: Tensor | None = None) -> Tensor:
-        """A chunk over itself and all that came before it.
+        """Compute the attention of a chunk over its own and all earlier tokens.
 
         Args:
             q: ``[chunk, heads, head_dim]``.
-            own: of `own`; may be overwritten.
-            before: earlier tokens; together the blocks hold every (token, KV head) that counts once.
-            sinks: ``[heads]`` fp32 (`with_sinks`).
+            own: attention of the chunk over its own tokens (`own`), which may be overwritten.
+            before: blocks of earlier tokens. Each token of each KV head must be in exactly one block.
+            sinks: ``[heads]`` fp32 logits of attention sinks (`with_sinks`); None: no sinks.
 
         Returns:
-            ``[chunk, heads, head_dim]`` in fp32, or in the queries' type where nothing was merged.
+            ``[chunk, heads, head_dim]`` fp32; without earlier tokens in the dtype of ``own``.
         """
         partial = own
         for block in before:
@@ -65,37 +68,37 @@ class Prompts(ABC):
         return partial.out if self.head_axis else partial.out.transpose(0, 1)
 
     def _merged(self, a: Partial, b: Partial) -> Partial:
-        """In one pass, from then on in place: ``a`` is in fp32 then."""
+        """Merge two partials to fp32, in place if ``a`` is fp32."""
         out, lse = a.out.contiguous(), a.lse.contiguous()
-        other = b.out.contiguous(), b.lse.contiguous()
+        extra = b.out.contiguous(), b.lse.contiguous()
         into = out if out.dtype == torch.float32 else None
-        return Partial(*self._operations.merge_partials(out[:, :, None], lse[:, :, None], other, into=into))
+        return Partial(*self._operations.merge_partials(out[:, :, None], lse[:, :, None], extra, into=into))
 
     def _merged_some(self, partial: Partial, q: Tensor, block: KVBlock) -> Partial:
-        """Of some KV heads, in place."""
+        """Merge the attention over a block of some KV heads into the heads of ``partial`` that attend the block."""
         axis, group = self.head_axis, self._model.num_heads // self._model.num_kv_heads
-        some = sent(torch.tensor(block.heads), q.device)
-        mine = (some[:, None] * group + torch.arange(group, device=q.device)).flatten()
+        kv_heads = sent(torch.tensor(block.heads), q.device)
+        heads = (kv_heads[:, None] * group + torch.arange(group, device=q.device)).flatten()
         out, lse = partial.out.float(), partial.lse
-        taken = Partial(out.index_select(axis, mine), lse.index_select(axis, mine))
-        found = self._merged(taken, self.over(q.index_select(1, mine), block))
-        return Partial(out.index_copy_(axis, mine, found.out), lse.index_copy_(axis, mine, found.lse))
+        selected = Partial(out.index_select(axis, heads), lse.index_select(axis, heads))
+        merged = self._merged(selected, self.over(q.index_select(1, heads), block))
+        return Partial(out.index_copy_(axis, heads, merged.out), lse.index_copy_(axis, heads, merged.lse))
 
 
 class TorchPrompts(Prompts):
-    """By PyTorch's flash attention."""
+    """Attention of prefill chunks by PyTorch's flash attention."""
 
     head_axis = 0
 
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:
-        group, found = q.shape[1] // k.shape[1], []
+        group, partials = q.shape[1] // k.shape[1], []
         for start, end in chunks:
             own_k, own_v = (x[start:end].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-            found.append(flash(q[start:end].transpose(0, 1), own_k, own_v, True, self._model.scale))
-        return found
+            partials.append(flash(q[start:end].transpose(0, 1), own_k, own_v, True, self._model.scale))
+        return partials
 
     def over(self, q: Tensor, block: KVBlock) -> Partial:
-        """The queries of a group attend the same keys: they are folded into the query length."""
+        # The query heads of a KV head become additional query tokens, so that K and V need not be repeated.
         chunk, heads, dim = q.shape
         kv_heads = len(block.heads)
         folded = q.view(chunk, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)

@@ -1,4 +1,4 @@
-"""What an approximation lost: attention mass covered by a selection, similarity of predicted queries."""
+"""Measures of approximation errors: attention mass of a selection, cosine of predicted queries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from hybrid_backend.kernels import cpu
 
 
 def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_heads: int, scale: float) -> float:
-    """Share of the dense attention weights of the tokens (a model's attention sinks are none) that falls on the covered
-    ones, mean over heads.
+    """Return the attention mass of the covered tokens: their share of the exact attention weights, mean over heads.
+
+    Learned attention sinks of the model are not part of the weights.
 
     Args:
-        q: ``[heads, head_dim]``, the true query of one sequence.
-        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`).
-        pages: ``[n]`` host pages of the sequence.
-        covered: ``[1 | kv_heads, tokens]`` bool, over all tokens of the sequence.
+        q: true query of one sequence, ``[heads, head_dim]``.
+        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`).
+        pages: ``[n]`` int64 host pages of the sequence.
+        covered: covered tokens of the sequence, ``[1 | kv_heads, tokens]`` bool.
+        kv_heads: KV heads of the layer.
+        scale: factor of the logits.
     """
     keys = (pages[None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten() * 2
     k = blocks.index_select(0, keys).view(kv_heads, -1, q.shape[1])[:, : covered.shape[1]]
@@ -26,14 +29,18 @@ def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_he
 
 
 def kept_mass(q: Tensor, kv: Tensor, table: Tensor, seq_len: int, selected: Tensor, scale: float) -> float:
-    """`mass_recall` of selected pages, by what the native kernels say of the sums where they serve the shape: a head's
-    share is ``exp(lse of the selected pages - lse of all)``. In the calling thread.
+    """Return the attention mass of selected pages (`mass_recall`), computed in the calling thread.
+
+    The native kernels, if they serve the shape, give the LSE over the selected pages and the LSE over all pages. The
+    mass of a head is the exponential of the difference.
 
     Args:
-        q: ``[heads, head_dim]``, the true query of one sequence of ``seq_len`` tokens.
-        kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
-        table: ``[n]`` int64 host pages of the sequence.
-        selected: ``[1 | kv_heads, k]`` int64 logical pages.
+        q: true query of one sequence, ``[heads, head_dim]``.
+        kv: one layer of the host pool, ``[pages, kv_heads, 2, page_size, head_dim]``.
+        table: block table of the sequence, ``[n]`` int64 host pages.
+        seq_len: sequence length in tokens.
+        selected: selected logical pages, ``[1 | kv_heads, k]`` int64.
+        scale: factor of the logits.
     """
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     if not (cpu.available() and cpu.decodes(len(q), kv_heads, q.shape[1], page_size)):
@@ -41,15 +48,15 @@ def kept_mass(q: Tensor, kv: Tensor, table: Tensor, seq_len: int, selected: Tens
         return mass_recall(q, kv.flatten(0, 2), table, covered, kv_heads, scale)
     valid = torch.full_like(table, page_size)
     valid[-1] = seq_len - (len(table) - 1) * page_size
-    kept, every = (
-        cpu.partial(q[None], kv, table[which][None], valid[which][None], scale)[1]
-        for which in (selected, torch.arange(len(table))[None])
+    selected_lse, full_lse = (
+        cpu.partial(q[None], kv, table[pages][None], valid[pages][None], scale)[1]
+        for pages in (selected, torch.arange(len(table))[None])
     )
-    return float((kept - every).exp().mean())
+    return float((selected_lse - full_lse).exp().mean())
 
 
 def covered_tokens(selected: Tensor, seq_len: int, page_size: int) -> Tensor:
-    """``[lists, seq_len]`` bool: tokens of the selected logical pages (``[lists, k]``, -1 for padding)."""
+    """Return the tokens of selected logical pages (``[lists, k]`` int64, -1: padding) as ``[lists, seq_len]`` bool."""
     columns = -(-seq_len // page_size)
     chosen = torch.zeros(selected.shape[0], columns + 1, dtype=torch.bool)
     chosen.scatter_(1, torch.where(selected >= 0, selected, columns), True)
@@ -57,5 +64,5 @@ def covered_tokens(selected: Tensor, seq_len: int, page_size: int) -> Tensor:
 
 
 def query_cosine(predicted: Tensor, real: Tensor) -> float:
-    """Mean cosine of predicted and true queries ``[rows, heads, head_dim]``, per head."""
+    """Return the cosine of predicted and true queries ``[rows, heads, head_dim]``, mean over rows and heads."""
     return float(torch.cosine_similarity(predicted.float(), real.float(), dim=-1).mean())

@@ -1,4 +1,4 @@
-"""Runs decode steps: what a method may call, the driver that calls the method, and what is counted."""
+"""Decode steps: the `Method` interface, the driver that calls a method, its toolbox, counters and samples."""
 
 from hybrid_backend.step.driver import StepDriver
 from hybrid_backend.step.executor import Executor

@@ -1,4 +1,4 @@
-"""Admission: which pages a request that begins to decode has on the device tier at first."""
+"""Admission: choose the pages that are copied to the device tier when a request begins to decode."""
 
 from __future__ import annotations
 
@@ -12,47 +12,61 @@ from hybrid_backend.tiers import Tiers
 
 
 class Admission:
-    """Fills the frames of a request: with all of its pages if they fit, else with the first ones, the last ones and
-    the most important of the others, layer by layer. Important is what the prompt's last query attends (by the scores
-    that select while decoding); a layer without digests, or a prompt whose queries were not seen, takes the last
-    pages. One query, since a prompt's last chunk may be a single token (after a prefix hit, or where its pages came
-    from another server), and what is resident must not depend on how a prompt was computed.
+    """Fills the empty frames of a request that begins to decode, layer by layer.
+
+    All pages of the request become resident if all fit. Otherwise the sink pages, the recent pages and the pages with
+    the highest scores become resident. The query of the prompt's last token gives the scores. A layer without digests,
+    or a request whose prompt queries are unknown, takes the last pages.
+
+    A single query decides, because the last prefill chunk may be a single token, for example after a prefix-cache hit.
+    The resident pages must not depend on how a prompt was split into chunks.
     """
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         self._config, self._model, self._tiers, self._ops = config, model, tiers, tiers.operations
-        self._queries: dict[str, dict[int, Tensor]] = {}  # by request and layer, [1, heads, head_dim]
-        self._fits = tiers.frames.size * config.page_size
+        self._queries: dict[str, dict[int, Tensor]] = {}
+        """Last prompt query of each request id and layer, ``[1, heads, head_dim]``."""
+        self._frame_tokens = tiers.frames.size * config.page_size
+        """Tokens that the frames of one request hold."""
 
     def saw(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """A prompt chunk was attended in ``layer``; ``q``: ``[chunk, heads, head_dim]``."""
-        if row.seq_len > self._fits and self._tiers.has_digests(layer):
+        """Keep the last query of a prefill chunk with queries ``q`` ``[chunk, heads, head_dim]``.
+
+        The query is kept only if the prompt does not fit into the frames of its request.
+        """
+        if row.seq_len > self._frame_tokens and self._tiers.has_digests(layer):
             self._queries.setdefault(row.request_id, {})[layer] = q[-1:].clone()
 
     def forget(self, request_id: str) -> None:
+        """Drop the queries that `saw` kept for a request."""
         self._queries.pop(request_id, None)
 
     def admit(self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Make pages of one layer resident in the empty frames of an index, at once.
+        """Copy pages of one layer into the empty frames of a request and make them resident.
 
         Args:
-            maps: of the layer.
-            table: ``[1, columns]`` int32 host pages of the sequence, the one of its next token included.
+            layer: index of the layer.
+            maps: residency maps of the layer.
+            request_id: the engine's id of the request.
+            index: index of the request (`FramePool.index`).
+            table: block table of the sequence, ``[1, columns]`` int32 host pages, including the page of the next token.
+            num_pages: pages of the sequence.
 
         Returns:
-            Pages copied.
+            Number of pages that were copied.
         """
         config = self._config
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
-        if table.device.type == "cuda":  # whatever the sequence's length, by the kernels of a decode step
+        # A GPU pads the table to the width of decode steps, so that no kernel is compiled for another width.
+        if table.device.type == "cuda":
             table = torch.nn.functional.pad(table, (0, maps.frame_of.shape[1] - table.shape[1]))
         pages, importance = best_pages(
             self._ops, config, query, digests, table, num_pages, maps.size, self._model.scale
         )
-        chosen = place(maps, index, pages, importance)
+        frames = place(maps, index, pages, importance)
         host_pages = table[0, pages.long()].contiguous()
-        self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, chosen)
+        self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, frames)
         return len(pages)
 
 
@@ -66,50 +80,60 @@ def best_pages(
     frames: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The pages of one layer that a request has in its frames when it begins to decode.
+    """Choose the pages of one layer that become resident when a request begins to decode.
 
     Args:
-        query: ``[1, heads, head_dim]`` that chooses, None: the last pages are taken.
-        digests: of all host pages.
-        table: ``[1, columns]`` int32 host pages of the sequence.
+        operations: implementation that scores and selects pages.
+        config: selection, sink pages, recent pages and page size.
+        query: query that scores the pages, ``[1, heads, head_dim]``; None: the last pages are chosen.
+        digests: digests of all host pages of the layer; None: the last pages are chosen.
+        table: block table of the sequence, ``[1, columns]`` int32 host pages.
+        num_pages: pages of the sequence.
+        frames: frames that the request has in this layer.
+        scale: factor of the logits.
 
     Returns:
-        ``(pages, importance)``, ``[min(num_pages, frames)]`` int32 and fp32.
+        ``(pages, importance)``: logical pages int32 and their importance fp32, both ``[min(num_pages, frames)]``.
     """
     if num_pages <= frames:
         pages = torch.arange(num_pages, dtype=torch.int32, device=table.device)
-        return pages, _by_age(pages, config)
-    one = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
+        return pages, _age_importance(pages, config)
+    page_counts = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
     if query is None or digests is None:
         scores = torch.arange(table.shape[1], dtype=torch.float32, device=table.device)[None, None]
     else:
-        how = config.selection
+        selection = config.selection
         scores = operations.page_scores(
-            query, digests, table, one, torch.zeros_like(one), how.aggregate, False, how.bound, scale, config.page_size
-        )
-    picked = operations.select_pages(
-        scores, one, one * config.page_size, torch.full_like(one, frames), torch.zeros_like(one), None, table,
-        config.page_size, config.sinks, min(config.recent, max(1, frames - config.sinks)), frames,
+            query, digests, table, page_counts, torch.zeros_like(page_counts), selection.aggregate, False,
+            selection.bound, scale, config.page_size,
+        )  # fmt: skip
+    selected = operations.select_pages(
+        scores, page_counts, page_counts * config.page_size, torch.full_like(page_counts, frames),
+        torch.zeros_like(page_counts), None, table, config.page_size, config.sinks,
+        min(config.recent, max(1, frames - config.sinks)), frames,
     )  # fmt: skip
-    pages = picked.pages[0, 0]
+    pages = selected.pages[0, 0]
     if query is None or digests is None:
-        return pages, _by_age(pages, config)
-    always = (pages < config.sinks) | (pages >= num_pages - config.recent)
-    return pages, scores[0, 0, pages.long()].masked_fill(always, float("inf"))
+        return pages, _age_importance(pages, config)
+    is_always_selected = (pages < config.sinks) | (pages >= num_pages - config.recent)
+    return pages, scores[0, 0, pages.long()].masked_fill(is_always_selected, float("inf"))
 
 
 def place(maps: Maps, index: int, pages: Tensor, importance: Tensor) -> Tensor:
-    """Enter pages into the first of an index's empty frames; returns the frames, ``[pages]`` int32. ``maps``: of a
-    layer."""
+    """Enter pages into the residency maps of one layer, in the first frames of a request whose frames are empty.
+
+    ``pages`` are logical pages ``[n]`` int32, and ``importance`` is ``[n]`` fp32. The result is the frame of each page,
+    ``[n]`` int32.
+    """
     requests = len(maps.frame_of)
-    mine = slice(index, index + len(pages) * requests, requests)
-    chosen = torch.arange(mine.start, mine.stop, requests, dtype=torch.int32, device=pages.device)
-    maps.frame_of[index, pages.long()] = chosen
-    maps.page_of[mine] = pages
-    maps.importance[mine] = importance
-    return chosen
+    frame_slice = slice(index, index + len(pages) * requests, requests)
+    frames = torch.arange(frame_slice.start, frame_slice.stop, requests, dtype=torch.int32, device=pages.device)
+    maps.frame_of[index, pages.long()] = frames
+    maps.page_of[frame_slice] = pages
+    maps.importance[frame_slice] = importance
+    return frames
 
 
-def _by_age(pages: Tensor, config: HybridConfig) -> Tensor:
-    """Importance where nothing better is known: the oldest page goes first, the sinks never."""
+def _age_importance(pages: Tensor, config: HybridConfig) -> Tensor:
+    """Return an importance that evicts the oldest page first and never a sink page."""
     return pages.float().masked_fill(pages < config.sinks, float("inf"))

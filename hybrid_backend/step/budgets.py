@@ -1,4 +1,4 @@
-"""Budgets of a step, layer by layer."""
+"""Page budgets per layer: a row's budget is the mean, and each selecting layer gets its own share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from hybrid_backend.config import HybridConfig
 
 _ROUNDS = 4
-"""In which what a layer cannot take, or must have, is shared out among the others: each leaves a little of it."""
+"""Passes of `LayerBudgets` that hand the pages which clipped layers lose or gain to the layers that are not clipped."""
 
 
 def layer_factors(config: HybridConfig, layers: Iterable[int]) -> dict[int, float]:
-    """Return ``budget_factors`` of the selecting ``layers``, scaled to a mean of 1; empty if all layers are alike."""
+    """Return ``budget_factors`` of the selecting ``layers``, scaled to a mean of 1; empty if all budgets are equal."""
     selecting = list(layers)
     if not config.budget_factors or not selecting or config.sparse == "never":
         return {}
@@ -24,13 +24,15 @@ def layer_factors(config: HybridConfig, layers: Iterable[int]) -> dict[int, floa
 
 
 class LayerBudgets:
-    """What layers attend of a row that leaves pages out: the row's budget in the mean over those that select.
+    """Splits the page budget of each row among the layers.
+
+    The mean over the selecting layers is the row's budget, as far as the limits of the layers allow.
 
     Args:
-        config: for the pages that are always attended.
-        factors: of those that select, in the mean 1 (`layer_factors`).
-        layers: in the order of `of_rows`.
-        most: pages that each layer can attend of a row that leaves any out; None: as many as there are.
+        config: sink and recent pages, which every layer attends.
+        factors: budget of each selecting layer relative to the mean (`layer_factors`).
+        layers: layers, in the order of the result of `of_rows`.
+        limits: largest budget of each layer in pages; None: a layer can attend all pages of a row.
     """
 
     def __init__(
@@ -38,34 +40,44 @@ class LayerBudgets:
         config: HybridConfig,
         factors: Mapping[int, float],
         layers: Sequence[int],
-        most: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> None:
-        in_order = [factors.get(layer, 1.0) for layer in layers]
-        self._factors = torch.tensor(in_order, dtype=torch.float64)[:, None]
+        layer_order = [factors.get(layer, 1.0) for layer in layers]
+        self._factors = torch.tensor(layer_order, dtype=torch.float64)[:, None]
         self._selects = torch.tensor([layer in factors for layer in layers])
         self._least = config.sinks + config.recent + 1
-        self._most = None if most is None else torch.tensor(most)[:, None]
-        self._known = torch.empty(0, 0), torch.empty(0, 0)
+        self._limits = None if limits is None else torch.tensor(limits)[:, None]
+        self._last_inputs, self._last_budgets = torch.empty(0, 0), torch.empty(0, 0)
 
     def of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
-        """``[layers, rows]`` int64 pages. ``budgets``: ``[rows]`` pages; all of a row's where it leaves none out."""
-        given = torch.stack([budgets, num_pages])
-        if not torch.equal(given, self._known[0]):  # most steps begin no page, and rows are those of the step before
-            self._known = given, self._of_rows(budgets, num_pages)
-        return self._known[1]
+        """Return the budget of every layer and row.
 
-    def _of_rows(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
+        Args:
+            budgets: ``[rows]`` int64 pages, the mean over the selecting layers.
+            num_pages: ``[rows]`` int64 pages of each sequence.
+
+        Returns:
+            ``[layers, rows]`` int64 pages. A row whose budget covers its sequence gets all pages in every layer.
+        """
+        # Budgets are computed only when they change: most scheduler steps have the rows and pages of the step before.
+        inputs = torch.stack([budgets, num_pages])
+        if not torch.equal(inputs, self._last_inputs):
+            self._last_inputs, self._last_budgets = inputs, self._split(budgets, num_pages)
+        return self._last_budgets
+
+    def _split(self, budgets: Tensor, num_pages: Tensor) -> Tensor:
+        """Compute the result of `of_rows`."""
         leaves_out = budgets < num_pages
-        wanted = self._factors * budgets
-        limit = num_pages.expand_as(wanted)
-        if self._most is not None:
-            limit = limit.minimum(self._most)
-        pages = wanted.clamp(self._least).minimum(limit)
-        is_clipped = bool(((pages != wanted) & leaves_out).any())
+        targets = self._factors * budgets
+        limit = num_pages.expand_as(targets)
+        if self._limits is not None:
+            limit = limit.minimum(self._limits)
+        pages = targets.clamp(self._least).minimum(limit)
+        is_clipped = bool(((pages != targets) & leaves_out).any())
         for _ in range(_ROUNDS if is_clipped else 0):
-            mine = pages[self._selects]
-            free = (mine > self._least) & (mine < limit[self._selects])
-            missing = budgets * len(mine) - mine.sum(0)
-            wanted = wanted * (1 + missing / (mine * free).sum(0).clamp(min=1))
-            pages = wanted.clamp(self._least).minimum(limit)
+            selecting = pages[self._selects]
+            is_free = (selecting > self._least) & (selecting < limit[self._selects])
+            missing = budgets * len(selecting) - selecting.sum(0)
+            targets = targets * (1 + missing / (selecting * is_free).sum(0).clamp(min=1))
+            pages = targets.clamp(self._least).minimum(limit)
         return torch.where(leaves_out, pages.round().long(), num_pages)

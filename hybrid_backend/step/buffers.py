@@ -1,4 +1,4 @@
-"""Buffers of the decode steps of one rank: made once, so that a captured graph finds them where they were."""
+"""Buffers of the decode steps of one rank, allocated once, because a captured CUDA graph needs fixed addresses."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ from hybrid_backend.tiers.state import StepInputs, StepState
 
 
 class LayerBuffers(NamedTuple):
-    """Views of the buffers that the operations of one layer work on. A view costs as much as a small operation."""
+    """Views of the buffers of one layer, made once, because making a view costs as much time as a small operation."""
 
     position: int
     """Position of the layer in stacked maps and counters."""
     host: Tensor
-    """Host pool of the layer, as the device tier sees it."""
+    """Host pool of the layer, as the device tier addresses it: ``[pages, kv_heads, 2, page_size, head_dim]``."""
     frames: Tensor | None
-    """Frames of the layer; None if the device tier reads the host pool."""
+    """Frames of the layer, shaped like `host`; None if the device tier reads the host pool."""
     frame_of: Tensor | None
-    """``[requests, columns]`` int32 frame of each logical page; None as `frames`."""
+    """``[requests, columns]`` int32 frame of each logical page; None if the layer has no frames."""
     digests: Tensor | None
+    """Digests of the layer's host pages; None if the layer attends every page."""
     maps: Maps
+    """Residency maps of the layer."""
     copies: Copies
+    """Recalls of the layer that are under way."""
     counters: Tensor
+    """``[COUNTERS]`` int64 totals of the layer on the device tier (`kernels.operations.Counters`)."""
 
 
 class StepBuffers:
-    """Step inputs, residency maps and counters of all layers whose pages take turns on the device tier."""
+    """Step inputs, residency maps and counters of the layers that do not have their whole KV on the device."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, shape: StepShape, factors: Mapping[int, float]
@@ -46,7 +50,7 @@ class StepBuffers:
             model: shapes on this rank.
             tiers: memory that the views point into.
             shape: sizes that all steps have in common.
-            factors: `step.method.factors_of` the method.
+            factors: budget of each selecting layer relative to the mean (`step.method.factors_of`); empty: all equal.
         """
         requests, layers = tiers.frames.requests, tiers.layout.framed_layers(model)
         self.shape = shape
@@ -63,6 +67,7 @@ class StepBuffers:
         self._inputs_of_rows: dict[int, StepInputs] = {}
 
     def _layer(self, tiers: Tiers, layer: int, index: int) -> LayerBuffers:
+        """Make the views of one layer at position ``index`` of the stacked buffers."""
         maps, frames = self.maps.of(index), tiers.frames.layers.get(layer)
         count = tiers.layout.frames(tiers.frames.requests, layer)
         maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
@@ -78,5 +83,5 @@ class StepBuffers:
         return self._inputs_of_rows[rows]
 
     def budgets_of(self, layer: int, inputs: StepInputs) -> Tensor:
-        """Return ``[rows]`` int32: pages that ``layer`` may attend of each row of ``inputs``."""
+        """Return the budget of ``layer`` for each row of ``inputs``, ``[rows]`` int32 pages."""
         return inputs.budgets if self.layer_budgets is None else inputs.layer_budgets[self.layers[layer].position]

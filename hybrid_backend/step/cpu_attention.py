@@ -1,8 +1,8 @@
-"""Attention that CPU workers compute: asked for in one layer, awaited in a later one.
+"""Partials that CPU workers compute for decode rows: requested for a layer, awaited when the layer needs the result.
 
-There are two transports. Where the device tier is the host, a request to the workers is a job of the thread pool. A GPU
-asks through mailboxes in pinned memory. Nothing of that passes through Python, so a CUDA graph holds the request and
-the wait.
+`PoolCpuAttention` submits a request as a job of the worker pool; the device tier is then the host.
+`MailboxCpuAttention` serves a GPU: kernels write requests to mailboxes in pinned memory and wait for the result. Python
+takes no part in that, so a CUDA graph can capture the request and the wait.
 """
 
 from __future__ import annotations
@@ -30,45 +30,56 @@ class CpuAttention(Protocol):
     """Attention of decode rows over host pages, or over context caches, by the CPU workers."""
 
     def begin(self, rows: int) -> None:
-        """Begin a step of ``rows`` rows, whose inputs are written."""
+        """Begin a step of ``rows`` decode rows, after the step inputs are written."""
 
     def mailbox(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return ``(pages, counts)`` that the workers read for ``layer`` (`Operations.select_pages`); None: none."""
+        """Return the buffers from which the workers read the page lists of ``layer``.
+
+        Returns:
+            ``(pages [rows, lists, n], counts [rows, lists])`` int32, which `Operations.select_pages` fills; None: the
+            workers read no mailbox.
+        """
 
     def ask(self, layer: int, q: Tensor, pages: Tensor | None, counts: Tensor, in_mailbox: bool = False) -> None:
-        """Let the workers attend; returns at once.
+        """Request a partial of ``layer`` from the workers, without waiting for the result.
 
         Args:
             layer: index of a layer with full attention.
             q: ``[rows, heads, head_dim]``.
-            pages: ``[rows, lists, n]`` int32 whole host pages; None: what the layer's context cache holds.
-            counts: ``[rows, lists]`` int32 pages in each list; with a context cache 0 where it holds nothing.
-            in_mailbox: `select_pages` has written ``pages`` and ``counts`` to the mailbox.
+            pages: ``[rows, lists, n]`` int32 full host pages; None: the pages of the layer's context cache.
+            counts: ``[rows, lists]`` int32 pages in each list; with a context cache, 0 for an empty cache.
+            in_mailbox: `select_pages` has already written ``pages`` and ``counts`` to the mailbox.
         """
 
     def take(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
-        """Wait for ``(out [rows, heads, head_dim], lse [rows, heads] fp32)``; None: nothing was asked.
+        """Wait for the partial of ``layer`` in the step's stream.
+
+        Returns:
+            ``(out [rows, heads, head_dim], lse [rows, heads] fp32)``; None if no partial was requested.
 
         Raises:
-            WorkerError: the workers failed or were late, and the caller can be told (not from inside a stream).
+            WorkerError: the workers failed or missed the deadline. With mailboxes `failure` reports the error instead.
         """
 
     def failure(self, number: int) -> WorkerError | None:
-        """Return what went wrong in a recent step that the device has passed; ``number``: `StepInputs.number`."""
+        """Return the workers' error in a recent step ``number`` (`StepInputs.number`) that the device has finished."""
 
     def abandon(self) -> None:
-        """Forget what was asked in the open step."""
+        """Drop the requests of the open step."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Pinned host memory of the mailboxes, in bytes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free threads and native memory."""
 
 
 class PoolCpuAttention:
-    """Jobs of the worker pool; the device tier is the host."""
+    """Submits each request as a job of the worker pool. The device tier is the host."""
 
     host_bytes = 0
+    """Host memory of mailboxes, in bytes; a worker pool has none."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, buffers: StepBuffers
@@ -111,7 +122,8 @@ class PoolCpuAttention:
         return partial.out, partial.lse
 
     def failure(self, number: int) -> WorkerError | None:
-        return None  # `take` raises
+        """Return None, because `take` raises the error."""
+        return None
 
     def abandon(self) -> None:
         while self._tickets:
@@ -122,10 +134,10 @@ class PoolCpuAttention:
 
 
 class MailboxCpuAttention:
-    """Requests through pinned memory, sent and awaited by kernels in the device's stream.
+    """Sends requests through pinned memory. Kernels in the device's stream write a request and wait for its result.
 
     Raises:
-        ConfigError: the workers' kernel is not the native one, which alone serves mailboxes.
+        ConfigError: the workers do not run the native kernel, and no other kernel reads mailboxes.
     """
 
     def __init__(
@@ -133,14 +145,15 @@ class MailboxCpuAttention:
     ) -> None:
         if not isinstance(workers, NativePool):
             raise ConfigError("workers.kernel: device_kernels: triton needs the native kernel; write auto or native")
-        from hybrid_backend.kernels.triton import signal  # late: Triton is not installed everywhere
+        # A CPU server does not need Triton, so Triton is imported only with a GPU.
+        from hybrid_backend.kernels.triton import signal
 
         self._signal, self._buffers = signal, buffers
         self._deadline = config.workers.deadline_seconds
         is_pinned = tiers.device.type == "cuda"
         self._allowed_ns = round(self._deadline * 1e9)
         self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)
-        # One entry for each of the last steps, because the host is behind the device when it asks.
+        # Each of the last steps has an entry, because the host reads an entry some steps after the device wrote it.
         self._timed_out = torch.zeros(STEPS, dtype=torch.int32, pin_memory=is_pinned)
         layers, cache, shape = tiers.layout.framed_layers(model), tiers.cache, buffers.shape
         arrived = torch.zeros(len(layers), dtype=torch.int32, device=tiers.device)
@@ -158,9 +171,9 @@ class MailboxCpuAttention:
 
     def begin(self, rows: int) -> None:
         inputs = self._buffers.inputs
-        # Plain copies to pinned memory: a copy that converts, or has gaps, would wait for the device.
+        # The dtype is converted on the device: a copy to pinned memory that converts would block the host.
         self.boxes.requests.copy_(inputs.requests.long(), non_blocking=True)
-        # The workers drop padding rows, whatever their lists held before.
+        # Padding rows keep the lists of earlier steps. Generation -1 makes the workers skip a row.
         generations = inputs.generations.long().masked_fill(inputs.num_pages == 0, -1)
         self.boxes.generations.copy_(generations, non_blocking=True)
         self._time_left.fill_(self._allowed_ns)
@@ -193,7 +206,7 @@ class MailboxCpuAttention:
         return None if reason is None else WorkerError(reason)
 
     def abandon(self) -> None:
-        """Do nothing: the generations of the next step tell the workers which requests are void."""
+        """Do nothing, because the generations of the next step tell the workers which requests to skip."""
 
     @property
     def host_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""The decode step of all methods with a device tier of their own: on a CPU, on a GPU, and in a CUDA graph.
+"""The decode step of all methods that do not attend in place: on a CPU, on a GPU, and in a CUDA graph.
 
-Between steps the host admits and releases requests and writes the step's inputs. Then, layer by layer, the method says
-which operations run. The host decides nothing in them, and padding rows are rows without pages, so that a graph that is
-captured once holds for every step.
+Between steps the host admits and releases requests and writes the step inputs. Then the method launches the same
+operations for each layer in every step. The operations read the step inputs on the device, and a padding row has no
+pages. A CUDA graph is therefore captured once and replayed for every step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybrid_backend.step.method import (
 )
 from hybrid_backend.step.quality import watch
 from hybrid_backend.step.residency import FixedResidency, MappedResidency, Residency
-from hybrid_backend.step.samples import make_samples, watched
+from hybrid_backend.step.samples import BoxSamples, HostSamples, Samples, sampled_layers, watched
 from hybrid_backend.step.toolbox import Toolbox
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.beside import beside
@@ -43,7 +43,7 @@ from hybrid_backend.workers import WorkerPool
 
 
 class StepDriver:
-    """Decode steps of one rank."""
+    """Runs the decode steps of one rank with a `Method`."""
 
     def __init__(
         self,
@@ -54,15 +54,18 @@ class StepDriver:
         workers: WorkerPool,
         stats: Stats,
     ) -> None:
+        """Allocate the buffers of the decode steps."""
         self._method, self._config, self._model, self._tiers = method, config, model, tiers
         kind, sparse = type(method), tiers.layout.selecting_layers(config, model)
         pages = len(tiers.host.layers[tiers.layout.full_layers(model)[0]])
         shape = step_shape(kind, config, model, tiers.layout, pages, tiers.frames.requests)
         self.buffers = StepBuffers(config, model, tiers, shape, factors_of(kind, config, sparse))
         self._looks_ahead = looks_ahead(kind, config)
-        self._partial_rows: list[int] = []
+        self._sparse_rows: list[int] = []
+        """Rows of the open step that leave pages out."""
         self._watch = watch(config, stats, sparse, shape.most_budget)
         self.waiting: WaitingRows | None = None
+        """Rows that may wait for the CPU from one step to the next; None: the method never lets rows wait."""
         self._residency: Residency | None = None
         if isinstance(method, WaitingMethod):
             self.waiting, self._residency = method.open_rows(self.buffers, workers)
@@ -72,11 +75,11 @@ class StepDriver:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
             self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps)
         on_gpu = tiers.device.type == "cuda"
-        # The selection of the next layer runs beside this layer: few programs, which wait for memory. The CPU waits for
-        # them, so they have priority.
+        # The selection of the next layer runs in a stream of its own, while this layer computes. The CPU workers wait
+        # for the selection, so the stream has priority.
         self._lookahead_stream = torch.cuda.Stream(tiers.device, priority=-1) if on_gpu else None
-        # By layer: when the selection is done, and the query, whose memory must not be reused until then.
         self._lookaheads = dict[int, tuple[torch.cuda.Event, Tensor]]()
+        """Event at the end of each layer's lookahead, and the query, whose memory stays allocated until that event."""
         self.cpu_attention: CpuAttention = (
             MailboxCpuAttention(config, model, tiers, workers, self.buffers)
             if tiers.asks_by_itself and method.uses_workers and self.buffers.layers
@@ -88,17 +91,23 @@ class StepDriver:
         self.toolbox = Toolbox(
             config, model, tiers, self.buffers, self._counting, self.cpu_attention, method.uses_workers
         )
-        indices = {layer: buffers.position for layer, buffers in self.buffers.layers.items()}
-        self.samples = make_samples(
-            config, model, tiers, stats, self.buffers, indices, self.cpu_attention.failure, self._covered,
-            attends_selection=method.attends_selection, has_predictions=self._looks_ahead,
-        )  # fmt: skip
+        self.samples = self._make_samples(stats)
         self._inputs = InputWriter(config, tiers, self.buffers)
+
+    def _make_samples(self, stats: Stats) -> Samples:
+        """Return the samples of this device tier. A GPU samples only methods that attend the selected pages."""
+        config, model, tiers = self._config, self._model, self._tiers
+        can_sample = tiers.asks_by_itself and self._method.attends_selection
+        layers = sampled_layers(config, model, tiers.layout) if can_sample else []
+        if not layers:
+            return HostSamples(config, model, tiers, stats, self._covered)
+        failure = self.cpu_attention.failure
+        return BoxSamples(config, model, tiers, stats, self.buffers, layers, self._looks_ahead, failure)
 
     # --- between steps, on the host ---
 
     def begin(self, step: Step) -> None:
-        """Open a step that has decode rows. Waits for copies of requests that begin to decode, not for the device."""
+        """Open a step that has decode rows, and admit the requests that begin to decode."""
         rows = step.decode
         assert rows is not None
         rows.check_one_query()
@@ -115,7 +124,7 @@ class StepDriver:
         self._method.begin_decode(self.toolbox, rows)
 
     def _admit(self, rows: DecodeRows, r: int) -> int:
-        """Return the index of the row's request, which gets frames if it begins to decode."""
+        """Return the index of the request of row ``r``, after admitting the request if it begins to decode."""
         frames, request_id = self._tiers.frames, rows.request_ids[r]
         index, pages = frames.index(request_id), int(rows.num_pages[r])
         if index is None:
@@ -127,20 +136,22 @@ class StepDriver:
         return index
 
     def _write_inputs(self, number: int, rows: DecodeRows, indices: list[int]) -> None:
+        """Write budgets, sampled rows and all other inputs of step ``number`` to the device tier."""
         budgets = self._method.budgets(rows)
         if self._watch is not None:
             budgets = watched(self._watch, self.samples, budgets, rows)
         leaves_out = judged = budgets < rows.num_pages
-        if self._watch is not None:  # judges by all samples, so rows with a budget of their own do not count
+        # The watch averages all samples, so a row whose request asked for its own budget must not be sampled.
+        if self._watch is not None:
             judged = leaves_out & ~rows.has_own_budget
-        self._partial_rows = leaves_out.nonzero().flatten().tolist()
+        self._sparse_rows = leaves_out.nonzero().flatten().tolist()
         sampled = self.samples.begin(number, rows, judged.nonzero().flatten().tolist(), indices)
         self._inputs.write(number, rows, indices, budgets, sampled)
-        is_resident = not self._partial_rows and int(rows.num_pages.max()) <= self.buffers.shape.frames
+        is_resident = not self._sparse_rows and int(rows.num_pages.max()) <= self.buffers.shape.frames
         self.toolbox.open(rows.seq_lens, is_resident)
 
     def abandon(self) -> None:
-        """Forget the open step, whose forward may have raised."""
+        """Cancel the work of the open step, whose forward pass may have raised an error."""
         for layer in list(self._lookaheads):
             self._await_lookahead(layer)
         self.toolbox.abandon()
@@ -148,13 +159,13 @@ class StepDriver:
         self.samples.abandon()
 
     def idle(self) -> None:
-        """Make all rows padding until a step begins. The step number stays, so that no wait of a graph blocks."""
+        """Make all rows padding rows until a step begins."""
         self._inputs.clear()
         if self.waiting is not None:
             self.waiting.idle()
 
     def failure(self, step: Step) -> StepFailure | None:
-        """Return what went wrong for the decode rows of a step that the device has passed."""
+        """Return the error of the decode rows of a step that the device has finished, if any."""
         rows, number = step.decode, step.number + 1
         if rows is None:
             return None
@@ -169,7 +180,7 @@ class StepDriver:
         return StepFailure(error, [rows.request_ids[r] for r in failed_rows], [written[r] for r in failed_rows])
 
     def unfinished(self, step: Step) -> list[str]:
-        """Return the requests of a step that yield no token yet; waits for the device where there may be any."""
+        """Return the requests of a step that yield no token yet. The call waits for the device if rows may wait."""
         rows = step.decode
         if rows is None or self.waiting is None or not self.waiting.may_park:
             return []
@@ -177,11 +188,11 @@ class StepDriver:
         return [rows.request_ids[r] for r in self.waiting.unfinished(step.number + 1, rows, indices)]
 
     def holds(self, request_id: str) -> bool:
-        """Tell whether the request decodes already, so that nothing is copied when its next step begins."""
+        """Tell whether the request has decoded before, so that its next step copies nothing to the device tier."""
         return self._tiers.frames.index(request_id) is not None
 
     def release(self, request_id: str) -> None:
-        """Forget a request that is gone, or whose pages are about to change."""
+        """Forget a request that ended or whose pages are about to change. Unknown ids are ignored."""
         index = self._tiers.frames.release(request_id)
         if index is not None:
             self._inputs.release(index)
@@ -191,28 +202,28 @@ class StepDriver:
             self._residency.release(request_id, index)
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Take note of a prompt chunk that was attended in ``layer``."""
+        """Let admission see the queries ``q`` ``[chunk, heads, head_dim]`` of an attended prefill chunk."""
         if self._residency is not None:
             self._residency.saw_prompt(layer, row, q)
 
     # --- the step, layer by layer ---
 
     def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
-        """Restore rows that waited at this layer in ``hidden`` and ``residual`` ``[tokens, hidden]``."""
+        """Restore, in ``hidden`` and ``residual`` ``[tokens, hidden]``, the rows that waited at this layer."""
         if step.decode is None or self.waiting is None or not (self.waiting.may_park or step.is_captured):
             return
         self.waiting.layer_input(layer, step.decode, hidden, residual)
 
     def wants_lookahead(self, layer: int, step: Step) -> bool:
-        """Tell whether ``layer`` needs a predicted query; in graphs the answer is the same for every step."""
+        """Tell whether ``layer`` needs a predicted query. With CUDA graphs the answer is the same in every step."""
         if not self._looks_ahead or not self._config.is_predicted(layer):
             return False
         if step.is_captured or self._tiers.asks_by_itself or step.decode is None:
             return True
-        return bool(self._partial_rows) or self._config.is_sampled(step.number, layer)
+        return bool(self._sparse_rows) or self._config.is_sampled(step.number, layer)
 
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
-        """Start the work of ``layer`` with its predicted query ``[rows, heads, head_dim]``."""
+        """Start the selection of ``layer`` with its predicted query ``q`` ``[rows, heads, head_dim]``."""
         q = q.contiguous()
         self.samples.keep(layer, step, q)
         with beside(self._lookahead_stream):
@@ -221,23 +232,14 @@ class StepDriver:
                 self._lookaheads[layer] = self._lookahead_stream.record_event(), q
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Store the decode rows' tokens and attend; other tokens of ``out`` are not touched.
-
-        Args:
-            layer: index of a layer with full attention.
-            step: the open step.
-            q: ``[tokens, heads, head_dim]`` of the batch.
-            k: ``[tokens, kv_heads, head_dim]``.
-            v: the same shape as ``k``.
-            out: the same shape as ``q``.
-        """
+        """Store K and V of the decode rows of a batch and write their attention to ``out`` (`Executor.decode`)."""
         rows, toolbox = step.decode, self.toolbox
         assert rows is not None
         toolbox.is_captured = step.is_captured
         q, k, v = rows.gather(q).contiguous(), *(whole_tokens(rows.gather(x)) for x in (k, v))
         toolbox.output = out[: rows.count] if rows.whole_batch and out.dtype == q.dtype else None
-        is_whole = layer not in self.buffers.layers
-        result = self._decode_whole(layer, q, k, v) if is_whole else self._decode(layer, q, k, v)
+        has_buffers = layer in self.buffers.layers
+        result = self._decode(layer, q, k, v) if has_buffers else self._decode_on_device(layer, q, k, v)
         self.samples.take(layer, step, q, toolbox.selection(layer))
         toolbox.end_layer(layer)
         if layer == self.buffers.full_layers[-1]:
@@ -250,8 +252,10 @@ class StepDriver:
             out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store K and V of the decode rows in a layer that the method attends, and return the attention."""
         inputs, buffers = self.buffers.inputs_of(len(q)), self.buffers.layers[layer]
-        self._await_lookahead(layer)  # the lookahead reads digests that the new tokens change
+        # The lookahead reads the digests that `append_tokens` changes.
+        self._await_lookahead(layer)
         pages = inputs.pages if self.waiting is None else self.waiting.stored(inputs.pages)
         self._tiers.operations.append_tokens(
             k, v, buffers.host, pages, inputs.positions, buffers.frames, inputs.requests, buffers.frame_of,
@@ -261,35 +265,36 @@ class StepDriver:
         return self._method.attend(self.toolbox, layer, q)
 
     def _await_lookahead(self, layer: int) -> None:
+        """Let the step's stream wait for the lookahead of ``layer``."""
         if layer in self._lookaheads:
             torch.cuda.current_stream().wait_event(self._lookaheads.pop(layer)[0])
 
-    def _decode_whole(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store and attend in a layer that lies on the device tier whole."""
+    def _decode_on_device(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store K and V of the decode rows in a layer whose whole KV is on the device, and return the attention."""
         inputs, whole, toolbox = self.buffers.inputs_of(len(q)), self._tiers.whole, self.toolbox
         host = self._tiers.host.views[layer]
         self._tiers.operations.append_tokens(k, v, host, inputs.pages, inputs.positions)
         whole.append(layer, inputs.pages, inputs.positions, k, v)
         ids, tokens = inputs.table[:, None], inputs.seq_lens[:, None]
-        parts = toolbox.attend(q, whole.stores[layer], ids, tokens, host_tokens=toolbox.seq_lens)
-        return toolbox.merge(layer, parts, None, q.dtype)
+        partials = toolbox.attend(q, whole.stores[layer], ids, tokens, host_tokens=toolbox.seq_lens)
+        return toolbox.merge(layer, partials, None, q.dtype)
 
     def _end_step(self) -> None:
-        """Join what was forked from the step's stream, and let the host read the counters."""
+        """Join the copy stream with the step's stream, and publish the counters to the host."""
         self.toolbox.join()
         if self.waiting is not None:
             self.waiting.end(self.buffers.inputs.number)
         self._counting.publish()
 
-    # --- what it holds ---
+    # --- counters and memory ---
 
     def count(self) -> None:
-        """Bring the counters up to date, as far as the device has come."""
+        """Bring the counters up to date, without waiting for the device."""
         self.samples.count()
         self._counting.count()
 
     def _covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
-        """Return ``[lists, tokens]`` bool: tokens that row ``r`` attended in ``layer``; None: all of them."""
+        """Return the tokens that row ``r`` attended in ``layer``, ``[lists, tokens]`` bool; None: all tokens."""
         if isinstance(self._method, KnowsAttended):
             return self._method.covered(layer, rows, r)
         selection = self.toolbox.selection(layer)
@@ -306,9 +311,9 @@ class StepDriver:
 
     @property
     def resident_pages(self) -> int:
-        """Frames that hold a page, or are about to, over all layers.
+        """Pages in frames, summed over requests and layers.
 
-        The host knows them without the device: a request leaves no frame empty while it has pages to fill it.
+        The host computes the number without the device: a request fills its frames as long as it has pages.
         """
         if self._residency is not None and (shared := self._residency.shared_pages) is not None:
             return shared * len(self._tiers.frames.layers)
@@ -318,15 +323,17 @@ class StepDriver:
 
     @property
     def device_bytes(self) -> int:
+        """Device memory of the decode steps' buffers, in bytes."""
         return self.buffers.state.nbytes + (0 if self.waiting is None else self.waiting.device_bytes)
 
     @property
     def host_bytes(self) -> int:
+        """Host memory of mailboxes, waiting rows and samples, in bytes."""
         waiting = 0 if self.waiting is None else self.waiting.host_bytes
         return self.cpu_attention.host_bytes + waiting + self.samples.host_bytes
 
     def close(self) -> None:
-        """Stop threads and give native memory back."""
+        """Stop threads and free native memory."""
         self.samples.close()
         self.cpu_attention.close()
         if self.waiting is not None:

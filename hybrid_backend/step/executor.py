@@ -1,4 +1,4 @@
-"""What carries decode steps out."""
+"""The interface of an object that runs decode steps."""
 
 from __future__ import annotations
 
@@ -10,58 +10,70 @@ from hybrid_backend.batch import PrefillRow, Step, StepFailure
 
 
 class Executor(Protocol):
-    """Decode steps of one rank (`StepDriver`, `in_place.step.InPlaceStep`)."""
+    """Runs the decode steps of one rank; `StepDriver` and `in_place.step.InPlaceStep` implement it."""
 
     def begin(self, step: Step) -> None:
-        """Open a step that has decoding rows; one that was open is forgotten."""
+        """Open a step that has decode rows, after abandoning a step that is still open."""
 
     def abandon(self) -> None:
-        """The open step's forward raised: nothing stays under way for it."""
+        """Cancel the work of the open step, whose forward pass raised an error."""
 
     def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
-        """What decoder layer ``layer`` is about to compute with: ``[tokens, hidden]`` of the batch. Rows that go on
-        from an earlier step get what they had there."""
+        """Save or restore, in place, the layer input ``[tokens, hidden]`` of rows that wait between steps."""
 
     def idle(self) -> None:
-        """What is computed from here on, until a step begins, is of nobody."""
+        """Make all rows padding rows until the next step begins."""
 
     def unfinished(self, step: Step) -> list[str]:
-        """Requests of a step, all layers of which were launched, that yield no token yet. Waits for the device where
-        there may be any."""
+        """Return the requests of a launched step that yield no token yet. The call may wait for the device."""
 
-    def wants_lookahead(self, layer: int, step: Step) -> bool: ...
+    def wants_lookahead(self, layer: int, step: Step) -> bool:
+        """Tell whether ``layer`` needs a predicted query in this step."""
 
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
-        """``q``: ``[decode rows, heads, head_dim]``, the predicted query of ``layer``. Returns at once."""
+        """Start the selection of ``layer`` with its predicted query ``q`` ``[rows, heads, head_dim]``."""
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Store and attend the decoding rows' tokens of the batch; only theirs are touched."""
+        """Store K and V of the decode rows and write the attention of these rows; prompt tokens stay as they are.
+
+        Args:
+            layer: index of a layer with full attention.
+            step: the open step.
+            q: queries of the batch, ``[tokens, heads, head_dim]``.
+            k: keys of the batch, ``[tokens, kv_heads, head_dim]``.
+            v: values of the batch, shaped like ``k``.
+            out: output of the batch, shaped like ``q``.
+        """
 
     def failure(self, step: Step) -> StepFailure | None:
-        """What went wrong in a step that the device has passed, where it goes on by itself."""
+        """Return the error of a step that the device has finished, if the step did not raise the error itself."""
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """A prompt chunk was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
+        """Take note of the queries ``q`` ``[chunk, heads, head_dim]`` of a prefill chunk that ``layer`` attended."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether what the request has here is that of its earlier decode steps: nothing is copied when one begins."""
+        """Tell whether the request has decoded before, so that its next step copies nothing to the device tier."""
 
     def release(self, request_id: str) -> None:
-        """The request is gone, or its pages are about to be others. Unknown ids are ignored."""
+        """Forget a request that ended or whose pages are about to change. Unknown ids are ignored."""
 
     def count(self) -> None:
         """Bring the counters up to date, without waiting for the device."""
 
     def gauges(self) -> dict[str, float]:
-        """What else is in use now, by the name of a metric (`observe.metrics`)."""
+        """Return gauges by the name of a metric (`observe.metrics`)."""
 
     @property
-    def resident_pages(self) -> int: ...
+    def resident_pages(self) -> int:
+        """Pages in frames, summed over requests and layers."""
 
     @property
-    def device_bytes(self) -> int: ...
+    def device_bytes(self) -> int:
+        """Device memory of the decode steps' buffers, in bytes."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Host memory of the decode steps' buffers, in bytes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop threads and free native memory."""

@@ -1,4 +1,4 @@
-"""Writes the inputs of a decode step to the device tier."""
+"""The inputs of a decode step, as they are written to the device tier."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from hybrid_backend.tiers import Tiers
 
 
 class InputWriter:
-    """Writes `StepInputs` of each step: one copy of all small inputs, and one of the page table."""
+    """Writes the `StepInputs` of each step: all small inputs in one copy, and the block table in another."""
 
     def __init__(self, config: HybridConfig, tiers: Tiers, buffers: StepBuffers) -> None:
         self._config, self._tiers, self._buffers = config, tiers, buffers
         requests = tiers.frames.requests
         self._ages = [0] * requests
+        """Decode steps that the request with each index (`FramePool.index`) has run."""
         self.pages_of_index = [0] * requests
-        """By request index (`FramePool.index`), the pages of the request."""
+        """Pages of the request with each index (`FramePool.index`)."""
         self.written_pages = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=tiers.device.type == "cuda")
-        """``[STEPS, requests]`` int32 on the host: pages that the rows of the last steps wrote their token to."""
+        """``[STEPS, requests]`` int32 on the host: host page that each row of the last ``STEPS`` steps wrote to."""
 
     def write(self, number: int, rows: DecodeRows, indices: list[int], budgets: Tensor, sampled: Tensor | None) -> None:
-        """Write the inputs of a step.
+        """Write the inputs of a step, without waiting for the device.
 
         Args:
-            number: `StepInputs.number`.
+            number: number of the step (`StepInputs.number`).
             rows: decode rows of the step.
-            indices: request index of each row.
-            budgets: ``[rows]`` int64 pages.
-            sampled: `StepInputs.sampled` on the host; None: zeros.
+            indices: request index of each row (`FramePool.index`).
+            budgets: ``[rows]`` int64 pages that a layer attends on average.
+            sampled: row that each layer samples, on the host (`StepInputs.sampled`); None: no layer is sampled.
         """
         inputs, count = self._buffers.inputs, rows.count
         requests = torch.tensor(indices)
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
             "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
-            # Generations as they are on the host, which may be steps ahead of the device.
+            # The generations on the host belong to this step, while the device may still run earlier steps.
             "generations": self._tiers.frames.generation[requests],
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
@@ -60,7 +61,8 @@ class InputWriter:
             self._ages[index] += 1
 
     def clear(self) -> None:
-        """Make all rows padding. The step number stays."""
+        """Make all rows padding rows."""
+        # The step number stays, so that a replayed CUDA graph does not wait for a result that never comes.
         self._buffers.inputs.small[:-1].zero_()
         self._buffers.inputs.pages.fill_(-1)
 

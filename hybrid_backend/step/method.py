@@ -1,7 +1,7 @@
-"""The interface of a method: a policy that decides what is resident, selected, attended and copied.
+"""The interface of a method: a policy that decides which pages are resident, selected, attended and copied.
 
-A method decides; `step.driver.StepDriver` runs the step and `step.toolbox.Toolbox` is what a method may call. Needs of
-single methods are not part of `Method`. They are the protocols below, which a method adds by implementing them.
+`step.driver.StepDriver` runs the step and calls the method, which calls operations of `step.toolbox.Toolbox`. An
+ability that only some methods have is a protocol in this module, which such a method also implements.
 """
 
 from __future__ import annotations
@@ -31,43 +31,47 @@ from hybrid_backend.workers import WorkerPool
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """Bytes that are allocated at start beside the tiers and the host pool."""
+    """Memory that is allocated at start in addition to the tiers and the host pool, in bytes."""
 
     device: int = 0
+    """Device memory in bytes."""
     host: int = 0
+    """Host memory in bytes."""
 
 
 class Method(ABC):
     """A published way to place KV, to select pages and to share attention between the device and the CPU.
 
-    The runtime calls `begin_step` for every step. For decode rows the driver calls `begin_decode`, then for each layer
-    `lookahead` (one layer early, with a predicted query, if `predicts_queries`) and `attend`. Both run the same
-    operations in every step and read nothing from the device, so that a CUDA graph can hold them.
+    The runtime calls `begin_step` for every scheduler step. The driver calls `begin_decode` for the decode rows, and
+    `attend` for each layer. If the method `predicts_queries`, the driver also calls `lookahead`, one layer early.
+    `lookahead` and `attend` launch the same operations in every step and read no device memory, so that a CUDA graph
+    can capture them.
     """
 
     name: ClassVar[str]
-    """Value of the key ``method`` that chooses it."""
+    """Value of the configuration key ``method`` that selects the class."""
     uses_workers: ClassVar[bool] = False
-    """CPU workers attend pages that are not resident."""
+    """CPU workers attend selected pages that are not resident."""
     predicts_queries: ClassVar[bool] = False
-    """`lookahead` is called with the predicted query of the next layer."""
+    """The driver calls `lookahead` with the predicted query of the next layer."""
     budgets_vary: ClassVar[bool] = False
-    """The budget may differ from layer to layer and from step to step, up to all pages of a row."""
+    """The page budget of a row may differ between layers and between steps."""
     attends_selection: ClassVar[bool] = True
-    """A layer that leaves pages out attends the pages that `Toolbox.select` chose."""
+    """A layer that leaves pages out attends the pages that `Toolbox.select` has selected."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
+        """Keep the configuration, the shapes of the model on this rank, and the tiers."""
         self.config = config
         self.model = model
         self.tiers = tiers
 
-    # --- before anything is allocated ---
+    # --- called before memory is allocated ---
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
-        """Raise ConfigError for a combination of keys that this method cannot serve on this device tier."""
+        """Raise ConfigError if the method cannot serve the configuration on the device tier ``device``."""
         check_operations(config, device)
         if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(
@@ -83,16 +87,16 @@ class Method(ABC):
     @classmethod
     @abstractmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
-        """Return the tiers that the method needs."""
+        """Return the tiers that the method needs on the device tier ``device``."""
 
     @classmethod
     def filled(cls, config: HybridConfig, device_pages: int, requests: int) -> HybridConfig:
-        """Return the configuration with the sizes that its ``auto`` values get on a GPU.
+        """Replace ``auto`` sizes by the numbers that fit on a GPU.
 
         Args:
-            config: sizes that are numbers stay as they are.
-            device_pages: frames of one layer that the device has room for.
-            requests: requests that may run at once.
+            config: configuration of the server. Sizes that are numbers do not change.
+            device_pages: frames per layer that fit into device memory.
+            requests: number of requests that may run at once.
         """
         return config
 
@@ -100,7 +104,7 @@ class Method(ABC):
     def own_memory(
         cls, config: HybridConfig, model: ModelSpec, device: torch.device, pages: int, max_requests: int
     ) -> OwnMemory:
-        """Return the bytes of a decode step's buffers over a host pool of ``pages`` pages; allocates nothing."""
+        """Compute the memory of the decode steps' buffers for a host pool of ``pages`` pages; allocate nothing."""
         layout = cls.layout(config, model, device)
         shape = step_shape(cls, config, model, layout, pages, max_requests)
         host = 0
@@ -113,75 +117,81 @@ class Method(ABC):
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
-        """Return the host memory that a running request of ``tokens`` tokens takes beside the host pool, at most."""
+        """Return the most host memory that a request of ``tokens`` tokens uses outside the host pool, in bytes."""
         return 0
 
-    # --- the step ---
+    # --- called in a step ---
 
     def begin_step(self, step: Step) -> None:
-        """Prepare for a step of the engine. Requests with prompt tokens still have the index of earlier decode rows."""
+        """Prepare for a scheduler step. A preempted request that prefills again still has its old request index."""
 
     @abstractmethod
     def budgets(self, rows: DecodeRows) -> Tensor:
-        """Return ``[rows]`` int64: pages that a layer attends of each row; all pages of a row mean exact attention."""
+        """Return the page budget of each row, ``[rows]`` int64. A budget of all pages means exact attention."""
 
     def begin_decode(self, step: Toolbox, rows: DecodeRows) -> None:
-        """Prepare for the decode rows, whose requests are admitted and whose step inputs are written."""
+        """Prepare for the decode rows, after requests are admitted and step inputs are written."""
 
     def lookahead(self, step: Toolbox, layer: int, q: Tensor) -> None:
-        """Start the work of ``layer`` before the layer before it runs.
+        """Start the selection of ``layer`` before the previous layer runs.
 
         Args:
             step: operations of the open step.
             layer: index of the layer whose query is predicted.
-            q: ``[rows, heads, head_dim]``, the predicted query.
+            q: predicted query ``[rows, heads, head_dim]``.
         """
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        """Return ``[rows, heads, head_dim]``, the attention of ``q`` of the same shape; the new tokens are stored."""
+        """Return the attention of the decode rows with query ``q``; both are ``[rows, heads, head_dim]``.
+
+        K and V of the new tokens are stored before the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} attends in place")
 
     def abandon(self, step: Step) -> None:
-        """Drop what is in flight for a step that failed half-way."""
+        """Drop the unfinished work of a step whose forward pass raised an error."""
 
     def release(self, request_id: str) -> None:
         """Forget a request that ended, was aborted or was preempted."""
 
-    # --- what it holds ---
+    # --- memory and metrics ---
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that the method holds beside the tiers and the step's buffers."""
+        """Device memory of the method's own buffers, in bytes."""
         return 0
 
     def gauges(self) -> dict[str, float]:
-        """Return what is true of the method now, by the name of a metric (`observe.metrics`)."""
+        """Return gauges of the method by the name of a metric (`observe.metrics`)."""
         return {}
 
 
 class WaitingRows(Protocol):
-    """Decode rows whose attention the CPU computes whole, perhaps over several steps (`methods.apex.parking`)."""
+    """Decode rows whose whole attention the CPU computes, over one or several steps (`methods.apex.parking`).
+
+    A row whose partial is late parks: the row skips the rest of the step and goes on at the same layer in a later step.
+    """
 
     may_park: bool
-    """A row of the open step may wait for a later step, or waits already."""
+    """A row of the open step may park or is already parked."""
 
     def layer_input(self, layer: int, rows: DecodeRows, hidden: Tensor, residual: Tensor | None) -> None:
-        """Save or restore rows at the input of a decoder layer; ``hidden``, ``residual``: ``[tokens, hidden]``."""
+        """Save or restore, in place, the layer input ``[tokens, hidden]`` of rows that park or go on at this layer."""
 
     def stored(self, pages: Tensor) -> Tensor:
-        """Return ``[rows]`` int32 host pages of the new tokens, -1 in rows whose tokens must not be stored."""
+        """Return ``pages`` ``[rows]`` int32, the host pages of the new tokens, with -1 in rows that store no token."""
 
     def end(self, number: Tensor) -> None:
-        """Publish where the rows are after the last layer. ``number``: `StepInputs.number`."""
+        """Publish the layer at which each row is parked, after the last layer of step ``number`` ``[1]`` int32."""
 
     def unfinished(self, number: int, rows: DecodeRows, indices: list[int]) -> list[int]:
-        """Return the rows of step ``number`` that yield no token yet."""
+        """Return the rows of step ``number`` that yield no token yet, given the request index of each row."""
 
     def failures(self, number: int, indices: list[int | None]) -> dict[int, WorkerError]:
-        """Return the rows of step ``number`` that failed, with the reason."""
+        """Return the failed rows of step ``number`` with their errors, given the request index of each row."""
 
     def idle(self) -> None:
-        """Make all rows padding until a step begins."""
+        """Make all rows padding rows until a step begins."""
 
     def release(self, request: int) -> None:
         """Forget the request with this index (`FramePool.index`)."""
@@ -190,127 +200,129 @@ class WaitingRows(Protocol):
         """Return gauges by the name of a metric."""
 
     @property
-    def device_bytes(self) -> int: ...
+    def device_bytes(self) -> int:
+        """Device memory of the rows, in bytes."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Pinned host memory of the rows, in bytes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free native memory."""
 
 
 class WaitingMethod(Method):
-    """A method that places whole requests, so that rows may wait for the CPU from one step to the next."""
+    """A method that keeps the whole KV of a request on one tier, so that rows on the CPU may park (`WaitingRows`)."""
 
     @classmethod
     @abstractmethod
     def may_park(cls, config: HybridConfig) -> bool:
-        """Tell whether rows may wait for a later step where the engine allows it (`ModelSpec.parks`)."""
+        """Tell whether rows may park if the engine supports parked rows (`ModelSpec.parks`)."""
 
     @classmethod
     @abstractmethod
     def needs_parking(cls, config: HybridConfig) -> bool:
-        """Tell whether the configuration makes no sense on an engine that does not allow it."""
+        """Tell whether the configuration requires an engine that supports parked rows."""
 
     @abstractmethod
     def open_rows(self, buffers: StepBuffers, workers: WorkerPool) -> tuple[WaitingRows, Residency]:
-        """Return the rows that wait, and the placement of requests. Called once, when the driver is built."""
+        """Return the rows that may park, and the residency of requests. The driver calls this once, at start."""
 
 
 @runtime_checkable
 class FixedFrames(Protocol):
-    """A method in which each page belongs in one frame of its request, the same in all layers."""
+    """A method that fixes the frame of each page of a request, the same frame in all layers."""
 
     def frame_of(self, pages: Tensor) -> Tensor:
         """Return the frame (``[n]`` int32, below ``frames_per_request``) of each logical page (``[n]`` int32)."""
 
     def held_pages(self, num_pages: int) -> Tensor:
-        """Return ``[n]`` int64: pages that are copied to their frames when a request begins to decode."""
+        """Return the logical pages that admission copies to frames, ``[n]`` int64."""
 
 
 @runtime_checkable
 class HeadLoads(Protocol):
-    """A method that looks up a cache per KV head, and copies pages of single heads where the lookup misses."""
+    """A method with a page cache per KV head, which copies pages of single KV heads when a lookup misses."""
 
     @property
     def pages_per_load(self) -> int:
-        """Pages of one KV head that are copied where its cache is looked up and misses."""
+        """Pages of one KV head that a cache miss copies."""
 
 
 @runtime_checkable
 class KnowsAttended(Protocol):
-    """A method that attends other tokens than those of the selected pages."""
+    """A method that attends tokens which do not follow from the selected pages."""
 
     def covered(self, layer: int, rows: DecodeRows, r: int) -> Tensor | None:
-        """Return ``[1 | kv_heads, tokens]`` bool: tokens that row ``r`` attended in ``layer``, which has just run.
+        """Return the tokens that row ``r`` attended in ``layer``, ``[1 | kv_heads, tokens]`` bool; None: all tokens.
 
-        None means that the layer leaves nothing out. Samples of the attention mass need it where the device tier is
-        the host.
+        The driver samples the attention mass of a layer that has just run, if the device tier is the host.
         """
 
 
 @runtime_checkable
 class AttendsPrompts(Protocol):
-    """A method that attends the cached prefix of a prompt in its own way."""
+    """A method that computes the attention of a prefill chunk over earlier tokens itself."""
 
     def prefill(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
-        """Return ``[chunk, heads, head_dim]``, the exact attention of a prompt chunk ``q`` of the same shape.
+        """Return the exact attention of a prefill chunk with queries ``q``; both are ``[chunk, heads, head_dim]``.
 
-        ``own`` is the attention of the chunk over itself (`Prompts.own`).
+        ``own`` is the causal attention of the chunk over its own tokens (`Prompts.own`).
         """
 
 
 @runtime_checkable
 class SeesPrompts(Protocol):
-    """A method that looks at the queries of prompts."""
+    """A method that uses the queries of prompts."""
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Take note of a prompt chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
+        """Take note of a prefill chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
 
 def may_park(method: type[Method], config: HybridConfig) -> bool:
-    """Tell whether rows of ``method`` may wait from one step to the next."""
+    """Tell whether rows of ``method`` may park until a later step (`WaitingRows`)."""
     return issubclass(method, WaitingMethod) and method.may_park(config)
 
 
 def needs_parking(method: type[Method], config: HybridConfig) -> bool:
-    """Tell whether ``method`` needs an engine that lets rows wait from one step to the next."""
+    """Tell whether ``method`` requires an engine that supports parked rows (`WaitingRows`)."""
     return issubclass(method, WaitingMethod) and method.needs_parking(config)
 
 
 def looks_ahead(method: type[Method], config: HybridConfig) -> bool:
-    """Tell whether queries are predicted. Where every page is attended, a prediction would only cost exactness."""
+    """Tell whether queries are predicted. With exact attention a prediction would only add an error."""
     return method.predicts_queries and config.lookahead.enabled and config.sparse != "never"
 
 
 def factors_of(method: type[Method], config: HybridConfig, layers: Iterable[int]) -> dict[int, float]:
-    """Return the share of a row's budget that each selecting layer attends, 1 on average; empty if all are alike."""
+    """Return the budget of each selecting layer relative to the mean; empty if all layers have the same budget."""
     return layer_factors(config, layers) if method.budgets_vary else {}
 
 
 def step_shape(
     method: type[Method], config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, max_requests: int
 ) -> StepShape:
-    """Return what all decode steps of a method have in common over a host pool of ``pages`` pages."""
+    """Return the sizes that all decode steps of a method share, for a host pool of ``pages`` pages."""
     factors = factors_of(method, config, layout.selecting_layers(config, model))
     return StepShape.of(config, model, layout, pages, max_requests, factors.values())
 
 
 def staging_tokens(config: HybridConfig, automatic: int = 4096) -> int:
-    """Return the tokens of a staging buffer, in whole pages; ``automatic``: what ``staging_tokens: auto`` means."""
+    """Return the size of a staging buffer in tokens, rounded up to pages; ``automatic`` is the value for ``auto``."""
     tokens = automatic if config.staging_tokens == "auto" else config.staging_tokens
     return -(-tokens // config.page_size) * config.page_size
 
 
 def frames_per_request(config: HybridConfig) -> int:
-    """Return the pages that a request may keep on the device tier; a longer one is under pressure."""
+    """Return the number of frames that a request has in each layer."""
     return config.automatic_frames if config.frames_per_request == "auto" else config.frames_per_request
 
 
 def named_heads(key: str, names: Iterable[str], layers: int, kv_heads: int) -> list[tuple[int, int]]:
-    """Return ``(layer, KV head)`` of names such as 3:1, in their order.
+    """Parse names of KV heads such as ``3:1`` (KV head 1 of layer 3) to pairs ``(layer, KV head)``.
 
     Raises:
-        ConfigError: the model has no such head; ``key`` is where it was named.
+        ConfigError: the model has no KV head of that name; the message names the configuration key ``key``.
     """
     heads = []
     for name in names:
@@ -325,7 +337,7 @@ def named_heads(key: str, names: Iterable[str], layers: int, kv_heads: int) -> l
 
 
 def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Return the KV heads of each layer, in their order, from ``(layer, KV head)`` pairs."""
+    """Group ``(layer, KV head)`` pairs by layer, with the KV heads of a layer in the order of the pairs."""
     heads_of_layer: dict[int, tuple[int, ...]] = {}
     for layer, head in heads:
         heads_of_layer[layer] = (*heads_of_layer.get(layer, ()), head)

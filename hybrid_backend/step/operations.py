@@ -1,4 +1,4 @@
-"""Which implementation of the operations runs on a device tier."""
+"""The choice of the implementation of `Operations` and of FlashInfer for a device tier."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 def operations_name(config: HybridConfig, device: torch.device) -> str:
-    """``torch``, ``native`` or ``triton``: what ``device_kernels`` stands for on this device tier."""
+    """Return the implementation that ``device_kernels`` means on ``device``: ``torch``, ``native`` or ``triton``."""
     if config.device_kernels == "flashinfer":
-        return "triton"  # FlashInfer attends, and has none of the other operations
+        return "triton"  # FlashInfer computes attention only; Triton runs all other operations.
     if config.device_kernels != "auto":
         return config.device_kernels
     if device.type == "cuda":
@@ -32,14 +32,18 @@ def operations_name(config: HybridConfig, device: torch.device) -> str:
 
 
 def are_launches(config: HybridConfig, device: torch.device) -> bool:
-    """Whether operations run in the device's stream, on which the host does not wait: the device then asks the CPU
-    workers by itself, and a CUDA graph can hold a step."""
+    """Tell whether operations are kernel launches in the device's stream, for which the host does not wait.
+
+    Kernels then also send the requests to the CPU workers, so that a CUDA graph can capture a step.
+    """
     return operations_name(config, device) == "triton"
 
 
 def check_operations(config: HybridConfig, device: torch.device) -> None:
-    """Raise ConfigError for an implementation that this device tier cannot run. A GPU may be one of another machine: no
-    Triton is needed to plan for it."""
+    """Raise ConfigError for an implementation that the device tier ``device`` cannot run.
+
+    The check needs no Triton for a GPU, because a plan may be made for the GPU of another machine.
+    """
     name = operations_name(config, device)
     if config.device_kernels == "flashinfer" and device.type != "cuda":
         raise ConfigError(
@@ -57,10 +61,10 @@ def check_operations(config: HybridConfig, device: torch.device) -> None:
 
 
 def resolve_operations(config: HybridConfig, device: torch.device) -> Operations:
-    """The implementation to run.
+    """Return the implementation of the operations for ``device``.
 
     Raises:
-        ConfigError: it cannot run here.
+        ConfigError: the implementation cannot run on this machine.
     """
     check_operations(config, device)
     name = operations_name(config, device)
@@ -71,10 +75,13 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
 
 
 def check_shape(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
-    """What native kernels, were they to run, lack for attention of this shape (one rank's), in words; empty: nothing.
+    """Check that the native CPU kernels serve the attention shape of one rank, if the configuration uses them.
+
+    Returns:
+        The unsupported shape as text for a log line; empty if the native kernels serve the shape or are not used.
 
     Raises:
-        ConfigError: they were asked for by name, or the device tier is a GPU, whose questions only they answer.
+        ConfigError: the shape is unsupported and the configuration names the native kernels. A GPU always needs them.
     """
     if kernel_name(config.workers.kernel) != "native" or cpu.decodes(heads, kv_heads, head_dim, config.page_size):
         return ""
@@ -84,63 +91,68 @@ def check_shape(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, 
         raise ConfigError(
             f"workers.kernel: no CPU kernel serves {shape} ({has}); use the engine's own backend for this model"
         )
-    for key, asked in (("workers.kernel", config.workers.kernel), ("device_kernels", config.device_kernels)):
-        if asked == "native":
+    for key, kernels in (("workers.kernel", config.workers.kernel), ("device_kernels", config.device_kernels)):
+        if kernels == "native":
             raise ConfigError(f"{key}: native has no kernels for {shape} ({has}); write auto or torch")
     return f"{shape} ({has})"
 
 
 def fitted(config: HybridConfig, model: ModelSpec, device: torch.device) -> HybridConfig:
-    """``config``, with PyTorch in place of the native kernels where these have none for the model's shape.
+    """Return ``config`` with PyTorch kernels if the native CPU kernels do not serve the model's shape.
 
     Raises:
-        ConfigError: as `check_shape`.
+        ConfigError: the configuration does not allow PyTorch kernels instead (`check_shape`).
     """
-    lacking = check_shape(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
-    if not lacking:
+    unsupported = check_shape(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
+    if not unsupported:
         return config
-    _log.warning("PyTorch attends, slowly: the native kernels have none for %s", lacking)
+    _log.warning("PyTorch attends, slowly: the native kernels have none for %s", unsupported)
     return config.model_copy(update={"workers": config.workers.model_copy(update={"kernel": "torch"})})
 
 
 def flashinfer_bytes(config: HybridConfig, model: ModelSpec, device: torch.device) -> int:
-    """Device memory that FlashInfer takes. Of a GPU of another machine: as if what is installed here were there."""
-    if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer") or flashinfer.unfit(model):
+    """Return the device memory that FlashInfer allocates, in bytes; 0 if FlashInfer is not used.
+
+    A plan for the GPU of another machine assumes that FlashInfer is installed on that machine if it is installed here.
+    """
+    if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer") or flashinfer.why_unfit(model):
         return 0
-    is_wanted = config.device_kernels == "flashinfer" or flashinfer.is_installed()
-    return flashinfer.device_bytes() if is_wanted else 0
+    is_used = config.device_kernels == "flashinfer" or flashinfer.is_installed()
+    return flashinfer.device_bytes() if is_used else 0
 
 
 def resolve_flashinfer(
     config: HybridConfig, model: ModelSpec, operations: Operations, device: torch.device
 ) -> flashinfer.FlashInfer | None:
-    """FlashInfer, if ``device_kernels`` asks for it, or is auto and it can be used: the log says what became of it.
+    """Return FlashInfer if ``device_kernels`` is ``flashinfer``, or ``auto`` and FlashInfer works on this GPU.
+
+    None means that Triton and PyTorch compute attention. A log line gives the reason.
 
     Raises:
-        ConfigError: it was asked for and cannot be used.
+        ConfigError: ``device_kernels`` is ``flashinfer`` and FlashInfer cannot be used.
     """
     if device.type != "cuda" or config.device_kernels not in ("auto", "flashinfer"):
         return None
-    found: flashinfer.FlashInfer | str = "it is not installed"
+    result: flashinfer.FlashInfer | str = "it is not installed"
     if config.device_kernels == "flashinfer" or flashinfer.is_installed():
-        found = flashinfer.FlashInfer.tried(operations, model, device)
-    if isinstance(found, flashinfer.FlashInfer):
+        result = flashinfer.FlashInfer.try_create(operations, model, device)
+    if isinstance(result, flashinfer.FlashInfer):
         _log.info("FlashInfer attends prompts, and decoding rows outside of graphs")
-        return found
+        return result
     if config.device_kernels == "flashinfer":
         raise ConfigError(
-            f"device_kernels: flashinfer cannot be used: {found}; {flashinfer.FIX}, or write auto or triton"
+            f"device_kernels: flashinfer cannot be used: {result}; {flashinfer.FIX}, or write auto or triton"
         )
     level = logging.WARNING if flashinfer.is_installed() else logging.INFO
-    _log.log(level, "Triton and PyTorch attend, not FlashInfer: %s; %s", found, flashinfer.FIX)
+    _log.log(level, "Triton and PyTorch attend, not FlashInfer: %s; %s", result, flashinfer.FIX)
     return None
 
 
 def _triton() -> ModuleType:
-    """Imported where kernels will run, not where their memory is planned.
+    """Import Triton. Only a process that runs kernels calls this function; a memory plan does not.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Triton is not installed.
     """
     try:
         import triton

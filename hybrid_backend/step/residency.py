@@ -1,4 +1,4 @@
-"""Which pages the frames of running requests hold: by the maps, as scores say, or by where a page belongs."""
+"""Residency of pages: copies to frames when a request begins to decode, new pages, and the end of a request."""
 
 from __future__ import annotations
 
@@ -17,34 +17,40 @@ from hybrid_backend.tiers.state import StepState
 
 
 class Residency(Protocol):
-    """Frames of requests that begin to decode, take the next page, and end."""
+    """Decides which pages the frames of the running requests hold."""
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """A prompt chunk was attended in ``layer``."""
+        """Take note of a prefill chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Fill the empty frames of an index, in all layers. ``table``: ``[1, num_pages]`` int32 host pages. Returns the
-        pages copied."""
+        """Fill the frames of a request that begins to decode, in all layers; return the number of copied pages.
+
+        ``table`` is the block table ``[1, num_pages]`` int32; ``index`` is the request index (`FramePool.index`).
+        """
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
-        """A step begins; its inputs are written. ``indices``: of the rows' requests. Returns the pages copied."""
+        """Prepare the frames for a step whose inputs are written; return the number of copied pages.
+
+        ``indices`` are the request indices of the decode rows (`FramePool.index`).
+        """
 
     def release(self, request_id: str, index: int | None) -> None:
-        """Forget a request that is gone."""
+        """Forget a request that ended; ``index`` is its request index, or None if the request has not decoded."""
 
     @property
     def shared_pages(self) -> int | None:
-        """Frames of one layer that hold a page, where all requests share the frames; else None."""
+        """Pages in the frames of one layer if all requests share the frames; None if each request has its own."""
 
 
 class MappedResidency:
-    """Residency in which any page may lie in any frame of its request, layer by layer, as the maps say.
+    """Residency in which a page may be in any frame of its request, in each layer a different one.
 
-    A request begins with its most important pages. Copies over the least important pages become visible when a step
-    begins, and so does the page of the step's token.
+    A request begins with its most important pages (`Admission`). At the beginning of a step, the recalls of earlier
+    steps become resident, and a token that opens a page gets a frame for the page.
     """
 
     shared_pages = None
+    """None, because each request has its own frames."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, state: StepState, maps: dict[int, Maps]
@@ -53,7 +59,8 @@ class MappedResidency:
         self._admission = Admission(config, model, tiers)
         self._has_recalls = state.copies.frames.shape[2] > 0
         requests = tiers.frames.requests
-        for row, layer in enumerate(maps):  # frames that a layer does not have are never the least important
+        # Frames that a layer does not have get infinite importance, so that no operation evicts a page from them.
+        for row, layer in enumerate(maps):
             state.empty[row, maps[layer].size :] = float("inf")
         state.maps.importance.copy_(state.empty.repeat_interleave(requests, 1))
 
@@ -69,11 +76,11 @@ class MappedResidency:
         return copied
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
-        operations, maps, now = self._tiers.operations, self._state.maps, self._state.inputs
+        operations, maps, inputs = self._tiers.operations, self._state.maps, self._state.inputs
         if self._has_recalls:
             operations.commit_pages(maps, self._state.copies, self._tiers.frames.generation)
         page_size, sinks = self._config.page_size, self._config.sinks
-        operations.open_pages(maps, now.requests, now.pages, now.positions, page_size, sinks)
+        operations.open_pages(maps, inputs.requests, inputs.pages, inputs.positions, page_size, sinks)
         return 0
 
     def release(self, request_id: str, index: int | None) -> None:
@@ -86,39 +93,44 @@ class MappedResidency:
 
 
 class FixedResidency:
-    """Residency in which each page belongs in one frame of its request, the same in all layers.
+    """Residency in which the method fixes the frame of each page, the same in all layers.
 
-    Of the pages that share a frame the latest one has it. So the map is written once.
+    Several pages of a request may share a frame, which then holds the latest of these pages. The map from pages to
+    frames never changes.
 
     Args:
-        frame_of: `FixedFrames.frame_of` of the method.
-        held: `FixedFrames.held_pages` of the method.
+        tiers: host pool and frames.
+        maps: residency maps of all layers; only ``frame_of`` is written.
+        frame_of: function from logical pages to frames (`FixedFrames.frame_of`).
+        admitted_pages: function from the pages of a sequence to the pages that admission copies
+            (`FixedFrames.held_pages`).
     """
 
     shared_pages = None
+    """None, because each request has its own frames."""
 
     def __init__(
-        self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], held: Callable[[int], Tensor]
+        self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], admitted_pages: Callable[[int], Tensor]
     ) -> None:
-        self._tiers, self._frame_of, self._held = tiers, maps.frame_of, held
+        self._tiers, self._frame_of, self._admitted_pages = tiers, maps.frame_of, admitted_pages
         requests, columns = maps.frame_of.shape[1:]
         first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device)
         pages = torch.arange(columns, dtype=torch.int32, device=maps.frame_of.device)
         maps.frame_of.copy_(tiers.frames.ids(first[:, None], frame_of(pages)))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Nobody's scores decide."""
+        """Do nothing, because the frame of a page does not depend on queries."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        tiers, pages = self._tiers, sent(self._held(num_pages), self._tiers.device)
+        tiers, pages = self._tiers, sent(self._admitted_pages(num_pages), self._tiers.device)
         host_pages, frames = table[0, pages].contiguous(), self._frame_of[0, index, pages].contiguous()
         for layer, store in tiers.frames.layers.items():
             tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
         return len(pages) * len(tiers.frames.layers)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
-        """A page that begins takes the frame where it belongs."""
+        """Return 0, because the frame of a new page is already in the map."""
         return 0
 
     def release(self, request_id: str, index: int | None) -> None:
-        """What the next request does not overwrite it does not read."""
+        """Do nothing, because the next request reads only the frames that it has written."""

@@ -1,15 +1,15 @@
-"""Samples of what an approximation lost: attention mass and cosines of predicted queries, layer by layer in turn.
+"""Samples of the error of an approximation: attention mass of selections and cosines of predicted queries.
 
-The mass reads all keys of a sequence, which only the host has. Where the device tier is the host, a layer is measured
-as soon as it has run. A GPU hands over what the layer computed with, by an operation that a graph holds like any other
-and that does nothing in other steps; nobody waits for it. When that has come, perhaps steps later, a thread beside the
-engine's measures it over the host pool. What became of the request by then is looked at: its pages may be others'.
+The attention mass of a selection is the share of the exact attention weights that falls on the selected pages. The
+measurement needs all keys of a sequence, which only the host has. If the device tier is the host, `HostSamples`
+measures a layer as soon as the layer has run. With a GPU, `BoxSamples` measures later: the operation `take_sample`
+copies a layer's query and selection to pinned memory, and a thread measures the attention mass over the host pool.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -26,59 +26,63 @@ from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.quality import QualityWatch
 from hybrid_backend.tiers import Tiers
-from hybrid_backend.tiers.sizes import StepShape, TierLayout
-from hybrid_backend.tiers.state import StepState, sample_boxes
+from hybrid_backend.tiers.sizes import TierLayout
+from hybrid_backend.tiers.state import sample_boxes
 
-_MOST = 64  # that wait to be measured: beyond them none is taken
+_MAX_WAITING = 64
+"""Number of samples that may wait for the measuring thread. More samples are not taken."""
 
 
 class Samples(Protocol):
-    """What a decode step samples. ``layer``: of those with full attention; ``q``: ``[rows, heads, head_dim]``."""
+    """Samples layers with full attention in decode steps."""
 
     def begin(self, number: int, rows: DecodeRows, judged: Sequence[int], requests: Sequence[int]) -> Tensor | None:
-        """A step begins.
+        """Choose the layers and the row that a step samples.
 
         Args:
-            number: `StepInputs.number`.
-            judged: rows that leave pages out, of which one is measured.
-            requests: of each row the index of its request.
+            number: number of the step (`StepInputs.number`).
+            rows: decode rows of the step.
+            judged: rows that leave pages out; the attention mass of one of these rows is measured.
+            requests: request index of each row (`FramePool.index`).
 
         Returns:
-            `StepInputs.sampled`, on the host; None: zeros.
+            `StepInputs.sampled` on the host; None: no layer is sampled by an operation.
         """
 
     def keep(self, layer: int, step: Step, q: Tensor) -> None:
-        """The predicted query of a layer that has not run yet."""
+        """Keep the predicted query ``q`` ``[rows, heads, head_dim]`` of a layer that has not run yet."""
 
     def take(self, layer: int, step: Step, q: Tensor, selected: Selection | None) -> None:
-        """The layer has run, with the true query ``q``."""
+        """Sample a layer that has run with the true query ``q`` ``[rows, heads, head_dim]`` and its selected pages."""
 
     def count(self) -> None:
-        """Add to the `Stats` what was measured. Waits for nobody."""
+        """Add finished measurements to `Stats`, without waiting for the device or a thread."""
 
     def finish(self) -> None:
-        """Wait until all that the device has handed over is counted."""
+        """Wait until all samples that the device has written are measured, and add them to `Stats`."""
 
     def drop(self) -> None:
-        """What is under way counts no more."""
+        """Discard all samples that are not measured yet."""
 
     def abandon(self) -> None:
         """Forget the predicted queries of the open step."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Pinned host memory that receives the samples, in bytes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the measuring thread."""
 
 
 class HostSamples:
-    """Measured at once; the device tier is the host. On another one nothing is.
+    """Measures a layer as soon as the layer has run. Nothing is measured if the device tier is not the host.
 
-    Args:
-        covered: `KnowsAttended.covered`, of the open step.
+    ``covered`` returns the tokens that a row attended in a layer of the open step (`KnowsAttended.covered`).
     """
 
     host_bytes = 0
+    """Pinned host memory for samples; none is needed if the device tier is the host."""
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class HostSamples:
             self._predicted[layer] = q
 
     def take(self, layer: int, step: Step, q: Tensor, selected: Selection | None) -> None:
-        """Cosines of all rows; attention mass, which reads all keys of a sequence, of one that leaves pages out."""
+        """Measure the query cosine over all rows, and the attention mass of one row that leaves pages out."""
         stats, rows, predicted = self._stats.layers[layer], step.decode, self._predicted.pop(layer, None)
         if rows is None or not self._is_sampled(layer, step):
             return
@@ -119,44 +123,49 @@ class HostSamples:
         stats.saw_mass(mass_recall(q[r], blocks, table, covered, self._model.num_kv_heads, self._model.scale))
 
     def count(self) -> None:
-        """It is counted already."""
+        """Do nothing, because `take` has added the measurements to `Stats`."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no measurement is pending."""
 
     def drop(self) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no measurement is pending."""
 
     def abandon(self) -> None:
         self._predicted.clear()
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing, because there is no thread."""
 
 
-class _Asked(NamedTuple):
-    """A sample that the device was asked for."""
+class _PendingSample(NamedTuple):
+    """A sample that the device will write, as the host knows it when the step begins."""
 
-    number: int  # `StepInputs.number`
-    rows: int  # of the step
-    is_judged: bool  # the row leaves pages out; else there are cosines only
-    request: int  # of the row, `FramePool.index`
-    generation: int  # of that index
-    tokens: int  # of the row's sequence
-    pages: int  # the same
+    number: int
+    """Number of the step (`StepInputs.number`)."""
+    rows: int
+    """Decode rows of the step."""
+    is_judged: bool
+    """The sampled row leaves pages out, so that its attention mass is measured."""
+    request: int
+    """Request index of the sampled row (`FramePool.index`)."""
+    generation: int
+    """Generation of the request index (`FramePool.generation`)."""
+    tokens: int
+    """Sequence length of the sampled row."""
+    pages: int
+    """Pages of the sampled row."""
 
 
 class BoxSamples:
-    """Handed over by the device through pinned memory, a box for each layer, and measured in a thread of its own.
+    """Measures samples that a GPU writes to pinned memory, in a thread, so that neither the device nor a step waits.
 
-    Nothing of the host's is waited for, and what the thread reads stays what it was: tokens of a sequence are written
-    once, and when the pages go to another request the index of this one was released before. So a sample counts if that
-    has not happened by the time that it is measured.
+    Each layer has a box, the pinned buffers of its latest sample (`kernels.operations.Sample`). K and V of a running
+    request do not change, so the thread may read them while later steps run. A sample counts only if its request index
+    was not released before the measurement ended, because the request's pages may then hold another sequence.
 
-    Args:
-        layers: that are sampled (`sampled_layers`), with their places in the step's state.
-        has_predictions: queries are predicted: there are cosines of rows, too, that leave no page out.
-        failure: `CpuAttention.failure`.
+    ``failure`` returns the CPU workers' error in a step (`CpuAttention.failure`). ``has_predictions`` means that
+    queries are predicted, so that a step in which no row leaves pages out is sampled for its cosines.
     """
 
     def __init__(
@@ -165,91 +174,95 @@ class BoxSamples:
         model: ModelSpec,
         tiers: Tiers,
         stats: Stats,
-        shape: StepShape,
-        state: StepState,
-        layers: dict[int, int],
+        buffers: StepBuffers,
+        layers: Sequence[int],
         has_predictions: bool,
         failure: Callable[[int], WorkerError | None],
     ) -> None:
-        self._config, self._tiers, self._stats, self._state, self._layers = config, tiers, stats, state, layers
+        self._config, self._tiers, self._stats, self._inputs = config, tiers, stats, buffers.inputs
         self._has_predictions, self._failure, self._scale = has_predictions, failure, model.scale
+        shape, self._positions = buffers.shape, {layer: buffers.layers[layer].position for layer in layers}
         boxes = sample_boxes(
             model, len(layers), shape.rows, shape.columns, *shape.listed(True), pin=tiers.device.type == "cuda"
         )
         self._nbytes = boxes.nbytes
-        self._boxes = {layer: boxes.of(at) for at, layer in enumerate(layers)}
-        inputs = state.inputs
-        self._wanted = {layer: inputs.sampled[row : row + 1] for layer, row in layers.items()}
-        self._arrived = {layer: state.arrived[row : row + 1] for layer, row in layers.items()}
+        self._boxes = {layer: boxes.of(index) for index, layer in enumerate(layers)}
+        positions = self._positions.items()
+        self._sampled_rows = {layer: self._inputs.sampled[row : row + 1] for layer, row in positions}
+        self._arrived = {layer: buffers.state.arrived[row : row + 1] for layer, row in positions}
         self._predicted: dict[int, Tensor] = {}
-        self._asked: dict[int, _Asked] = {}  # by layer, what has not come yet
-        self._measured = deque[tuple[int, _Asked, Future[float]]]()
+        self._pending: dict[int, _PendingSample] = {}
+        """Sample of each layer that the device has not written yet."""
+        self._measured = deque[tuple[int, _PendingSample, Future[float]]]()
+        """``(layer, sample, attention mass)`` of the samples that the thread measures, oldest first."""
         self._thread = ThreadPoolExecutor(1, "hybrid-samples")
 
     def begin(self, number: int, rows: DecodeRows, judged: Sequence[int], requests: Sequence[int]) -> Tensor | None:
         self.count()
         step = number - 1
-        due = [layer for layer in self._layers if self._config.is_sampled(step, layer)]
-        if not due or len(self._measured) >= _MOST or not (judged or self._has_predictions):
+        due = [layer for layer in self._positions if self._config.is_sampled(step, layer)]
+        if not due or len(self._measured) >= _MAX_WAITING or not (judged or self._has_predictions):
             return None
-        wanted = torch.zeros(len(self._state.inputs.sampled), dtype=torch.int32)
+        sampled = torch.zeros(len(self._inputs.sampled), dtype=torch.int32)
         row = judged[step % len(judged)] if judged else 0
         request = requests[row]
-        asked = _Asked(
+        sample = _PendingSample(
             number, rows.count, bool(judged), request, int(self._tiers.frames.generation[request]),
             int(rows.seq_lens[row]), int(rows.num_pages[row]),
         )  # fmt: skip
         for layer in due:
-            before = self._asked.get(layer)
-            # One that should have come long ago: its step failed half-way. What comes of it has another number.
-            if before is None or before.number + STEPS < number:
-                self._asked[layer] = asked
-                wanted[self._layers[layer]] = row + 1
-        return wanted
+            pending = self._pending.get(layer)
+            # A sample that is still pending after STEPS steps belongs to a step that failed, so it is replaced.
+            if pending is None or pending.number + STEPS < number:
+                self._pending[layer] = sample
+                sampled[self._positions[layer]] = row + 1
+        return sampled
 
     def keep(self, layer: int, step: Step, q: Tensor) -> None:
-        if layer in self._layers:
+        if layer in self._positions:
             self._predicted[layer] = q
 
     def take(self, layer: int, step: Step, q: Tensor, selected: Selection | None) -> None:
-        """Launched in every step, so that a graph holds for all of them, and no kernel is compiled late."""
+        """Launch `take_sample`, in every step, so that a captured CUDA graph can sample any later step."""
         predicted = self._predicted.pop(layer, None)
-        if layer not in self._layers or selected is None:
+        if layer not in self._positions or selected is None:
             return
-        now = self._state.inputs
+        inputs = self._inputs
         self._tiers.operations.take_sample(
-            q, predicted, selected.pages, selected.pages_listed, now.table, now.num_pages, self._wanted[layer],
-            now.number, self._arrived[layer], self._boxes[layer],
+            q, predicted, selected.pages, selected.pages_listed, inputs.table, inputs.num_pages,
+            self._sampled_rows[layer], inputs.number, self._arrived[layer], self._boxes[layer],
         )  # fmt: skip
 
     def count(self) -> None:
-        for layer, asked in list(self._asked.items()):
-            if int(self._boxes[layer].number) == asked.number:
-                del self._asked[layer]
-                self._came(layer, asked)
+        for layer, sample in list(self._pending.items()):
+            if int(self._boxes[layer].number) == sample.number:
+                del self._pending[layer]
+                self._measure(layer, sample)
         while self._measured and self._measured[0][2].done():
-            layer, asked, mass = self._measured.popleft()
-            found = mass.result()
-            if self._is_current(asked):
-                self._stats.layers[layer].saw_mass(found)
+            layer, sample, future = self._measured.popleft()
+            mass = future.result()
+            if self._is_current(sample):
+                self._stats.layers[layer].saw_mass(mass)
 
-    def _came(self, layer: int, asked: _Asked) -> None:
-        if self._failure(asked.number) is not None:
-            return  # what the step computed is void
-        box, stats = self._boxes[layer], self._stats.layers[layer]
-        stats.saw_cosine(float(box.cosines[: asked.rows].mean()))
-        if not asked.is_judged or not self._is_current(asked):
+    def _measure(self, layer: int, sample: _PendingSample) -> None:
+        """Add the cosine of a sample that has arrived to `Stats`, and let the thread measure its attention mass."""
+        # Samples of a failed step are discarded.
+        if self._failure(sample.number) is not None:
             return
-        count, table = int(box.listed[0]), box.table[: asked.pages].long()
+        box, stats = self._boxes[layer], self._stats.layers[layer]
+        stats.saw_cosine(float(box.cosines[: sample.rows].mean()))
+        if not sample.is_judged or not self._is_current(sample):
+            return
+        count, table = int(box.listed[0]), box.table[: sample.pages].long()
         mass = self._thread.submit(
-            kept_mass, box.q.clone(), self._tiers.host.layers[layer], table, asked.tokens, box.pages[:, :count].long(),
-            self._scale,
+            kept_mass, box.q.clone(), self._tiers.host.layers[layer], table, sample.tokens,
+            box.pages[:, :count].long(), self._scale,
         )  # fmt: skip
-        self._measured.append((layer, asked, mass))
+        self._measured.append((layer, sample, mass))
 
-    def _is_current(self, asked: _Asked) -> bool:
-        """The row's request still runs, in the pages that it had."""
-        return int(self._tiers.frames.generation[asked.request]) == asked.generation
+    def _is_current(self, sample: _PendingSample) -> bool:
+        """Tell whether the sampled request still has its index, so that its pages still hold its K and V."""
+        return int(self._tiers.frames.generation[sample.request]) == sample.generation
 
     def finish(self) -> None:
         self.count()
@@ -258,7 +271,7 @@ class BoxSamples:
         self.count()
 
     def drop(self) -> None:
-        self._asked.clear()
+        self._pending.clear()
         self._measured.clear()
 
     def abandon(self) -> None:
@@ -273,50 +286,17 @@ class BoxSamples:
         self._thread.shutdown(cancel_futures=True)
 
 
-def make_samples(
-    config: HybridConfig,
-    model: ModelSpec,
-    tiers: Tiers,
-    stats: Stats,
-    buffers: StepBuffers,
-    indices: Mapping[int, int],
-    failure: Callable[[int], WorkerError | None],
-    covered: Callable[[int, DecodeRows, int], Tensor | None],
-    attends_selection: bool,
-    has_predictions: bool,
-) -> Samples:
-    """Return what samples the decode steps.
-
-    Args:
-        config: the keys of ``metrics`` are read.
-        model: shapes on this rank.
-        tiers: the host pool has the keys.
-        stats: counters that samples are added to.
-        buffers: of the steps.
-        indices: position of each layer in stacked counters.
-        failure: `CpuAttention.failure`.
-        covered: tokens that a row attended in a layer of the open step.
-        attends_selection: `Method.attends_selection`.
-        has_predictions: queries are predicted.
-    """
-    layers = sampled_layers(config, model, tiers.layout)
-    if not (tiers.asks_by_itself and attends_selection and layers):
-        return HostSamples(config, model, tiers, stats, covered)
-    sampled = {layer: indices[layer] for layer in layers}
-    return BoxSamples(config, model, tiers, stats, buffers.shape, buffers.state, sampled, has_predictions, failure)
-
-
 def sampled_layers(config: HybridConfig, model: ModelSpec, layout: TierLayout) -> list[int]:
-    """Layers of which a device hands samples over, where it selects what is attended."""
+    """Return the layers that select pages if the configuration samples at all; empty otherwise."""
     return layout.selecting_layers(config, model) if config.metrics.sample_interval else []
 
 
 def watched(watch: QualityWatch, samples: Samples, budgets: Tensor, rows: DecodeRows) -> Tensor:
-    """`QualityWatch.budgets`, by what was measured so far. Samples that are under way when the budget changes say
-    nothing of the new one."""
+    """Adjust the budgets ``[rows]`` of a step by the samples that are measured so far (`QualityWatch.budgets`)."""
     samples.count()
-    before = watch.budget, watch.is_dense
+    last_budget = watch.budget, watch.is_dense
     budgets = watch.budgets(budgets, rows)
-    if (watch.budget, watch.is_dense) != before:
+    # Pending samples were taken with the last budget, so the new budget must not be judged by them.
+    if (watch.budget, watch.is_dense) != last_budget:
         samples.drop()
     return budgets

@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.attention import flashinfer
-from hybrid_backend.attention.flashinfer import LEANS, FlashInfer, lacks
+from hybrid_backend.attention.flashinfer import USED_API, FlashInfer, missing_api
 from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
@@ -70,7 +70,7 @@ def each(request: pytest.FixtureRequest) -> tuple[FlashInfer, torch.device]:
     if not ON_GPU:
         pytest.skip("no GPU")
     device = torch.device("cuda")
-    found = FlashInfer.tried(resolve_operations(HybridConfig(), device), model(), device)
+    found = FlashInfer.try_create(resolve_operations(HybridConfig(), device), model(), device)
     assert isinstance(found, FlashInfer), found
     return found, device
 
@@ -320,10 +320,10 @@ def test_the_stand_in_has_the_signatures_of_the_real_one() -> None:
         pytest.skip(f"another version than {flashinfer_stand_in.__version__}")
     theirs = definitions(folder / "prefill.py") | definitions(folder / "decode.py")
     ours = definitions(Path(flashinfer_stand_in.__file__))
-    for name in LEANS:
+    for name in USED_API:
         name = name if "." in name or name[0].islower() else f"{name}.__init__"
         assert parameters(ours[name]) == parameters(theirs[name]), name
 
 
 def test_the_real_one_has_what_we_lean_on() -> None:
-    assert not lacks(pytest.importorskip("flashinfer", exc_type=ImportError))
+    assert not missing_api(pytest.importorskip("flashinfer", exc_type=ImportError))

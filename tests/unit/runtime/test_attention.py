@@ -15,6 +15,7 @@ from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.kernels import oracle, reference
+from hybrid_backend.kernels.digest_format import MINMAX
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.host_pool import HostPool
@@ -106,7 +107,7 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
     """Pages are written token by token, or by chunks; a page taken over by another request starts anew."""
     pool = random_pool(seed, 4, 2, 16, 8, torch.float32)
     host = HostPool([pool])
-    digests = Digests(host, [0], oracle, kind="minmax", device=torch.device("cpu"))
+    digests = Digests(host, [0], oracle, MINMAX, torch.device("cpu"))
     for step, (page, tokens) in enumerate(writes):
         keys = torch.randn(tokens, 2, 8, generator=torch.Generator().manual_seed(seed + step))
         for t in range(tokens):
