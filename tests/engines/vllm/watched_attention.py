@@ -94,10 +94,10 @@ def watch_attention() -> Watch:
             seen.launch(lambda: seen.compare(self, layer, _near(q), _near(out), what))
         return out
 
-    decode_whole = StepDriver._decode_whole
+    decode_on_device = StepDriver._decode_on_device
 
-    def decoding_whole(self: StepDriver, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = decode_whole(self, layer, q, k, v)
+    def decoding_on_device(self: StepDriver, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = decode_on_device(self, layer, q, k, v)
         seen.launch(lambda: seen.compare(self.toolbox, layer, _near(q), _near(out), _every_page(self.toolbox)))
         return out
 
@@ -111,7 +111,7 @@ def watch_attention() -> Watch:
 
     Toolbox.select, Toolbox.merge = selecting, merging  # type: ignore[method-assign]
     Toolbox.attend_resident = attending  # type: ignore[method-assign]
-    StepDriver._decode_whole = decoding_whole  # type: ignore[method-assign]
+    StepDriver._decode_on_device = decoding_on_device  # type: ignore[method-assign]
     Clo.attend = attending_by_head  # type: ignore[method-assign]
     return seen
 
