@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +231,45 @@ def captured_step(rows: int) -> Step:
     query_start, table = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, 0)
     decode = DecodeRows([""] * rows, query_start, torch.arange(rows), zeros, zeros, table, whole_batch=True)
     return Step(-1, rows, decode, [], zeros, zeros, zeros, is_captured=True)
+
+
+def with_late_prefixes(
+    batch: Batch, page_size: int, holds: Callable[[str], bool], captures_decode_steps: bool
+) -> Batch:
+    """Run a request's first decode row as a prefill chunk of one token, if this step still writes its prefix.
+
+    An engine's prefix cache offers a page once the token that fills the page is scheduled, not once it is written.
+    A preempted request that resumes with one token left would otherwise copy such a page to its frames too early.
+
+    Args:
+        batch: the batch of the engine.
+        page_size: tokens per page.
+        holds: tells whether a request has run a decode step already.
+        captures_decode_steps: steps of decode rows alone are CUDA graphs, which cannot hold a prefill chunk.
+    """
+    table, lengths = batch.page_table, batch.seq_lens
+    late = {
+        r
+        for r, request_id in enumerate(batch.request_ids)
+        if batch.decode[r] and lengths[r] > page_size and lengths[r] % page_size == 1 and not holds(request_id)
+    }
+    if not late:
+        return batch
+    counts = [end - start for start, end in pairwise(batch.query_start)]
+    if captures_decode_steps and max(counts) == 1:
+        return batch
+    filled_pages = [
+        table[r, (length - count) // page_size : length // page_size]
+        for r, (length, count) in enumerate(zip(lengths, counts, strict=False))
+        if length // page_size > (length - count) // page_size
+    ]
+    if not filled_pages:
+        return batch
+    # On a GPU the page ids are not compared, because reading them would wait for the device.
+    if table.is_cpu:
+        pages = torch.cat(filled_pages)
+        late = {r for r in late if torch.isin(table[r, : lengths[r] // page_size], pages).any()}
+    return replace(batch, decode=[is_decode and r not in late for r, is_decode in enumerate(batch.decode)])
 
 
 def make_step(number: int, batch: Batch, page_size: int) -> Step:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, with_late_prefixes
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -118,7 +117,8 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that is still open is abandoned first."""
         self._abandon_open()
-        step = make_step(self._steps, self._with_late_prefixes(batch), self.config.page_size)
+        batch = with_late_prefixes(batch, self.config.page_size, self.executor.holds, self.tiers.asks_by_itself)
+        step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step
         try:
@@ -133,37 +133,6 @@ class HybridRuntime:
         except WorkerError as error:
             self._fail(step, error)
         return step
-
-    def _with_late_prefixes(self, batch: Batch) -> Batch:
-        """Run a request's first decode row as a prefill chunk of one token, if this step still writes its prefix.
-
-        An engine's prefix cache offers a page once the token that fills the page is scheduled, not once it is written.
-        A preempted request that resumes with one token left would otherwise copy such a page to its frames too early.
-        """
-        size, table, lengths = self.config.page_size, batch.page_table, batch.seq_lens
-        late = {
-            r
-            for r, request_id in enumerate(batch.request_ids)
-            if batch.decode[r] and lengths[r] > size and lengths[r] % size == 1 and not self.executor.holds(request_id)
-        }
-        if not late:
-            return batch
-        counts = [end - start for start, end in pairwise(batch.query_start)]
-        # A CUDA graph of decode rows cannot hold a prefill chunk.
-        if self.tiers.asks_by_itself and max(counts) == 1:
-            return batch
-        filled_pages = [
-            table[r, (length - count) // size : length // size]
-            for r, (length, count) in enumerate(zip(lengths, counts, strict=False))
-            if length // size > (length - count) // size
-        ]
-        if not filled_pages:
-            return batch
-        # On a GPU the page ids are not compared, because reading them would wait for the device.
-        if table.is_cpu:
-            pages = torch.cat(filled_pages)
-            late = {r for r in late if torch.isin(table[r, : lengths[r] // size], pages).any()}
-        return replace(batch, decode=[is_decode and r not in late for r, is_decode in enumerate(batch.decode)])
 
     def begin_local_step(self, batch: Batch, page_size: int) -> Step:
         """Return the step of the sliding-window layers, whose page table and page size may be their own."""
