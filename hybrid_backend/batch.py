@@ -126,7 +126,7 @@ class DecodeRows:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the queries of the decode rows, ``[Q, ...]``, of ``x``, ``[tokens of the batch, ...]``."""
-        return x[: len(self.tokens)] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
+        return x[: self.tokens.shape[0]] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
 
     def check_one_query(self) -> None:
         """Check that each row has one query, for an executor that attends no more.

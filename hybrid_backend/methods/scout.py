@@ -47,6 +47,6 @@ class Scout(Selective):
         if not step.has_asked(layer):
             step.ask_cpu(layer, q)
         resident = step.attend_resident(layer, q)
-        result = step.merge(layer, resident, step.take_cpu(layer, len(q)), q.dtype)
+        result = step.merge(layer, resident, step.take_cpu(layer, q.shape[0]), q.dtype)
         step.recall(layer)
         return result

@@ -102,13 +102,16 @@ class PoolCpuAttention:
             assert self._owners is not None
             cache = self._tiers.cache
             store, lists = cache.stores[layer], cache.lists(layer, self._owners.requests.tolist())
-            longest = lists.ids.shape[2]
+            if not lists.ids.shape[2]:
+                return
         else:
-            store, longest = self._tiers.host.layers[layer], int(counts.max()) if counts.numel() else 0
+            longest = int(counts.max()) if counts.numel() else 0
+            if not longest:
+                return
+            store = self._tiers.host.layers[layer]
             tokens = torch.where(torch.arange(longest) < counts[..., None], self._page_size, 0)
             lists = PageList(pages[..., :longest].long().masked_fill_(tokens == 0, -1), tokens)
-        if longest:
-            self._tickets[layer] = self._workers.submit(q, store, lists, self._scale, f"layer {layer}", self._owners)
+        self._tickets[layer] = self._workers.submit(q, store, lists, self._scale, f"layer {layer}", self._owners)
 
     def take(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
         ticket = self._tickets.pop(layer, None)
@@ -183,7 +186,7 @@ class MailboxCpuAttention:
         return box.ids, box.counts
 
     def ask(self, layer: int, q: Tensor, pages: Tensor | None, counts: Tensor, in_mailbox: bool = False) -> None:
-        box, rows = self.boxes.layers[layer], len(q)
+        box, rows = self.boxes.layers[layer], q.shape[0]
         if pages is not None and not in_mailbox:
             box.ids[:rows].copy_(pages, non_blocking=True)
             box.counts[:rows].copy_(counts, non_blocking=True)

@@ -253,7 +253,7 @@ class StepDriver:
 
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store K and V of the decode rows in a layer that the method attends, and return the attention."""
-        inputs, buffers = self.buffers.inputs_of(len(q)), self.buffers.layers[layer]
+        inputs, buffers = self.buffers.inputs_of(q.shape[0]), self.buffers.layers[layer]
         # The lookahead reads the digests that `append_tokens` changes.
         self._await_lookahead(layer)
         pages = inputs.pages if self.waiting is None else self.waiting.stored(inputs.pages)
@@ -271,7 +271,7 @@ class StepDriver:
 
     def _decode_on_device(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store K and V of the decode rows in a layer whose whole KV is on the device, and return the attention."""
-        inputs, whole, toolbox = self.buffers.inputs_of(len(q)), self._tiers.whole, self.toolbox
+        inputs, whole, toolbox = self.buffers.inputs_of(q.shape[0]), self._tiers.whole, self.toolbox
         host = self._tiers.host.views[layer]
         self._tiers.operations.append_tokens(k, v, host, inputs.pages, inputs.positions)
         whole.append(layer, inputs.pages, inputs.positions, k, v)

@@ -107,9 +107,9 @@ class Toolbox:
 
         A layer without digests selects all pages.
         """
-        inputs, buffers, selection = self.inputs(len(q)), self.buffers.layers[layer], self._config.selection
+        inputs, buffers, selection = self.inputs(q.shape[0]), self.buffers.layers[layer], self._config.selection
         if buffers.digests is None:
-            scores = self.buffers.state.equal_scores[: len(q)]
+            scores = self.buffers.state.equal_scores[: q.shape[0]]
         else:
             scores = self._ops.page_scores(
                 q, buffers.digests, inputs.table, inputs.num_pages, self.buffers.budgets_of(layer, inputs),
@@ -123,7 +123,7 @@ class Toolbox:
         self, layer: int, scores: Tensor, counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None
     ) -> Selection:
         """Select the pages with the highest ``scores`` and split them into resident and missing pages."""
-        inputs, has_digests, config = self.inputs(len(scores)), self._tiers.has_digests(layer), self._config
+        inputs, has_digests, config = self.inputs(scores.shape[0]), self._tiers.has_digests(layer), self._config
         budgets = self.buffers.budgets_of(layer, inputs) if has_digests else inputs.num_pages
         return self._ops.select_pages(
             scores, inputs.num_pages, inputs.seq_lens, budgets, inputs.requests, self.buffers.layers[layer].frame_of,
@@ -199,7 +199,7 @@ class Toolbox:
         if host_tokens is not None and self._tiers.decode is not None and not self.is_captured:
             return self._tiers.decode.attend(q, kv, ids, host_tokens)
         limit = ids.shape[2] if limit is None else limit
-        num_parts = self._ops.parts_for(len(q), kv.shape[1], limit * self._config.page_size, self._processors)
+        num_parts = self._ops.parts_for(q.shape[0], kv.shape[1], limit * self._config.page_size, self._processors)
         return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, num_parts)
 
     def merge(self, layer: int, partials: Partials, extra: Partials | None, dtype: torch.dtype) -> Tensor:
@@ -238,7 +238,7 @@ class Toolbox:
         if not self.changes_residency(layer):
             return
         selection, scores = self._selections[layer]
-        config, inputs, buffers = self._config, self.inputs(len(scores)), self.buffers.layers[layer]
+        config, inputs, buffers = self._config, self.inputs(scores.shape[0]), self.buffers.layers[layer]
         sinks, recent, budgets = config.sinks, config.recent, self.buffers.budgets_of(layer, inputs)
         # Importance is needed without recalls too, because a new page evicts the least important page.
         if not self.shape.recalls:
@@ -254,7 +254,7 @@ class Toolbox:
             (absent, counts), inputs.num_pages, budgets, inputs.requests, inputs.generations, inputs.ages, sinks,
             recent, interval, phase, self.buffers.state.keep[buffers.position % 2], buffers.counters,
         )  # fmt: skip
-        rows, frames = len(scores), self._tiers.frames.layers[layer]
+        rows, frames = scores.shape[0], self._tiers.frames.layers[layer]
         self.copy(layer, buffers.host, frames, buffers.copies.host_pages[:rows], buffers.copies.frames[:rows], at_once)
 
     def copy(

@@ -6,6 +6,8 @@ members of the structures in src/api_operations.h, in order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -31,8 +33,15 @@ def call(name: str, *values: Any) -> None:
     Raises:
         WorkerError: the operation failed.
     """
-    if getattr(lib.native(), name)(PACKERS[name].pack(*values)):
+    function, pack = _operation(name)
+    if function(pack(*values)):
         lib.check(lib.ERROR)
+
+
+@cache
+def _operation(name: str) -> tuple[Callable[[bytes], int], Callable[..., bytes]]:
+    """Return an operation of the library, and the function that packs its arguments."""
+    return getattr(lib.native(), name), PACKERS[name].pack
 
 
 def address(x: Tensor, dtype: torch.dtype, count: int = -1) -> int:

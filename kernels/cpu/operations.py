@@ -279,9 +279,17 @@ def page_weights(
 def note_scores(
     maps: Maps, scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int, recent: int
 ) -> None:
+    _note_scores(maps_arguments(maps), scores, num_pages, budgets, requests, sinks, recent)
+
+
+def _note_scores(
+    places: tuple[int, ...], scores: Tensor, num_pages: Tensor, budgets: Tensor, requests: Tensor, sinks: int,
+    recent: int,
+) -> None:  # fmt: skip
+    """Call `note_scores` for maps whose arguments ``places`` are known."""
     rows, lists, columns = scores.shape
     call(
-        "hb_note_scores", *maps_arguments(maps), address(scores, float32), address(num_pages, int32, rows),
+        "hb_note_scores", *places, address(scores, float32), address(num_pages, int32, rows),
         address(budgets, int32, rows),
         address(requests, int32, rows), rows, lists, columns, sinks, recent,
     )  # fmt: skip
@@ -292,12 +300,11 @@ def plan_recall(
     absent: tuple[Tensor, Tensor], num_pages: Tensor, budgets: Tensor, requests: Tensor, generations: Tensor,
     ages: Tensor, sinks: int, recent: int, interval: int, phase: int, keep: Tensor, counters: Tensor | None = None,
 ) -> None:  # fmt: skip
-    note_scores(maps, scores, num_pages, budgets, requests, sinks, recent)
     rows, _, columns = scores.shape
     _, lists, k = selected[0].shape
     n = absent[0].shape[2]
-    places = maps_arguments(maps)
-    room = copies_arguments(copies)
+    places, room = maps_arguments(maps), copies_arguments(copies)
+    _note_scores(places, scores, num_pages, budgets, requests, sinks, recent)
     if room[6] < rows or keep.numel() < rows * places[6]:
         raise ValueError(f"copies of {room[6]} rows and scratch of {keep.numel()} are too small for {rows} rows")
     call(
