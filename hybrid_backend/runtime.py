@@ -150,7 +150,7 @@ class HybridRuntime:
             return batch
         counts = [end - start for start, end in pairwise(batch.query_start)]
         # A CUDA graph of decode rows cannot hold a prefill chunk.
-        if self.tiers.asks_by_itself and max(counts) == 1:
+        if self.tiers.is_async and max(counts) == 1:
             return batch
         filled_pages = [
             table[r, (length - count) // size : length // size]
@@ -293,7 +293,7 @@ class HybridRuntime:
             torch.cuda.current_stream(self.tiers.device).synchronize()
         self.executor.count()
         self._stats.forget()
-        self.tiers.forget_copies()
+        self.tiers.reset_copied()
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of this rank by metric name, and bring `stats` up to date."""

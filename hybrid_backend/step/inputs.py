@@ -44,7 +44,7 @@ class InputWriter:
             "generations": self._tiers.frames.generation[requests],
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
-        by_row, by_layer, number_input = inputs.parts(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
+        by_row, by_layer, number_input = inputs.split_small(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
         for position, name in enumerate(inputs.PER_ROW):
             by_row[position, :count] = columns[name]
         if self._buffers.layer_budgets is not None:
