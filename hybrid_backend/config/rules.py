@@ -232,11 +232,12 @@ def show(value: object) -> str:
         return clipped(repr(value[:_SHOWN]), _SHOWN)
     text = ""
     try:
-        for chunk in json.JSONEncoder().iterencode(value):  # The whole text may have gigabytes.
+        # Only the first chunks are read, because the text may have gigabytes.
+        for chunk in json.JSONEncoder().iterencode(value):
             text += chunk[:_SHOWN]
             if len(text) > _SHOWN:
                 break
-    except (TypeError, ValueError, RecursionError):  # It is not JSON, circular, or has too many digits.
+    except (TypeError, ValueError, RecursionError):  # JSON cannot express the value.
         text = _repr_of(value)
     return clipped(text, _SHOWN)
 

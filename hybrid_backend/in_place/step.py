@@ -29,7 +29,7 @@ from hybrid_backend.workers import kernel_name
 class _Plan:
     dense_tokens: int
     dense_pages: int
-    unattended_pages: list[int]  # by layer, if it selects
+    unattended_pages: list[int]  # per layer: pages that the rows do not attend if the layer selects
     selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
 
 
@@ -129,7 +129,7 @@ class InPlaceStep:
         )
         unattended = (rows.num_pages - by_layer).clamp(min=0).sum(-1).expand(self._layers)
         selecting = budgets < rows.num_pages
-        if self._watch is not None:  # which judges by all samples
+        if self._watch is not None:  # Samples of rows with their own budgets would mislead the quality watch.
             selecting &= ~rows.has_own_budget
         step.plan = _Plan(
             dense_tokens=int(rows.seq_lens.sum()),

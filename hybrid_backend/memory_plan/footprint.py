@@ -65,7 +65,7 @@ class MemoryRoom:
         return BATCHES_IN_FLIGHT * self.chunk_tokens
 
     def limit(self, place: Place) -> int:
-        """Return the bytes of a place that the server may take."""
+        """Return the bytes of host memory or device memory that the server may use."""
         return self.host if place == "host" else int(self.device * self.utilization)
 
 

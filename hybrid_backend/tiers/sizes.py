@@ -204,9 +204,9 @@ class StepShape:
         """Return the bytes of pinned host memory through which a GPU sends requests to the CPU workers, all layers."""
         with_digests, cached = layout.digest_layers(config, model), layout.cached_layers(config, model)
         vector = model.num_heads, model.head_dim, model.dtype.itemsize
-        selecting = [layer for layer in layout.framed_layers(model) if layer not in cached]
+        paged = [layer for layer in layout.framed_layers(model) if layer not in cached]
         # A request to a layer with context caches names no pages, because the cache has the token lists.
-        lists = [(0, 0)] * len(cached) + [self.list_shape(layer in with_digests) for layer in selecting]
+        lists = [(0, 0)] * len(cached) + [self.list_shape(layer in with_digests) for layer in paged]
         return mailbox_bytes(self.rows, lists, *vector)
 
     def sample_bytes(self, model: ModelSpec, layers: int) -> int:

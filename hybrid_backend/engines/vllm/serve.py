@@ -67,7 +67,7 @@ def check_installation() -> None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
     compat.VLLM.check(
         installed, compat.VLLM.missing(installed)
-    )  # A warning about an untested version comes when it starts.
+    )  # The engine process warns of an untested version, so the result is ignored.
     check_environment()
 
 
@@ -195,7 +195,7 @@ def _listen(parsed: Any, address: ServerAddress) -> tuple[str, socket.socket]:
     """Return vLLM's URL and a socket that listens on it, so that a second server ends before its engine starts."""
     from vllm.entrypoints.launchers.launcher import setup_server
 
-    address.release()  # vLLM binds a socket of its own.
+    address.release()  # vLLM binds its own socket to the address.
     try:
         url, listener = setup_server(parsed, reuse_port=False)
         listener.listen()

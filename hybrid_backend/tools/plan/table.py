@@ -38,7 +38,7 @@ def show(plan: Plan, serve: Sequence[str], console: Console) -> None:
     if served is not None:
         words = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(served, plan)]
         blocks.append(Text(_command(words, console.width), style="dim", no_wrap=True, overflow="ignore"))
-    console.print(Group(*blocks), crop=False)  # A path can be longer than a line.
+    console.print(Group(*blocks), crop=False)  # A line with a long path must not be cut.
 
 
 def size(count: float) -> str:

@@ -108,7 +108,7 @@ def cpu_job(memory: HostMemory, pool: cpu.Pool, shape: ModelShape, rows: int, pa
 
 
 def host_probes(memory: HostMemory, shape: ModelShape, counts: list[int], open_pools: ExitStack) -> Iterator[Probe]:
-    """Yield reads and CPU attention by threads, and the overhead of a job."""
+    """Yield probes of memory reads and CPU attention for each thread count, and of the overhead of one CPU job."""
     pages = JOB_TOKENS // PAGE
     for threads in counts:
         pool = open_pools.enter_context(cpu.Pool(threads))

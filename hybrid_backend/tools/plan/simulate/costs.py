@@ -39,14 +39,14 @@ FLAG_SECONDS = 1.5e-6
 
 
 class Launches(NamedTuple):
-    """Nodes of a captured CUDA graph for the attention of one layer."""
+    """Number of launches in a captured CUDA graph for the attention of one layer."""
 
     sparse: int
     whole: int
 
 
 ENGINE_LAUNCHES = 3
-"""Nodes of the engine's own attention of a layer. The profile's ``layer_overhead_s`` includes them."""
+"""Number of launches of the engine's own attention of a layer; ``layer_overhead_s`` includes their time."""
 LAUNCHES: Mapping[str, Launches] = {
     "scout": Launches(14, 4),
     "infinigen": Launches(14, 4),
