@@ -111,12 +111,12 @@ def number(low: float, high: float = math.inf) -> Rule:
 
 
 def integer_of(*choices: int) -> Rule:
-    """Return a rule for a few integers."""
+    """Return a rule that accepts only the given integers."""
     return rule(f"one of {', '.join(map(str, choices))}", lambda v: is_int(v) and v in choices)
 
 
 def choice(*choices: str) -> Rule:
-    """Return a rule for a few words."""
+    """Return a rule that accepts only the given words."""
 
     def check(value: object) -> object:
         if not isinstance(value, str) or value not in choices:

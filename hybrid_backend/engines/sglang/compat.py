@@ -14,7 +14,7 @@ from hybrid_backend.engines.sglang.upstream import PLUGIN, SYMBOLS
 from hybrid_backend.engines.upstream import Engine, Range
 
 LOCKED = "0.5.23"
-"""The version that `make` installs."""
+"""Version of SGLang that `make` installs."""
 SGLANG = Engine(
     "SGLang",
     "sglang",

@@ -84,7 +84,7 @@ class Parking:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory of the questions."""
+        """Bytes of pinned host memory for requests to the CPU workers."""
         return self.questions.host_bytes
 
     @property

@@ -73,7 +73,7 @@ def _load(plan: Plan) -> str:
 
 
 def _memory(row: Row, place: str) -> str:
-    """List the memory of one place, largest item first."""
+    """List the items in host memory or device memory, largest first."""
     items = sorted((item for item in row.items if item.place == place), key=lambda item: -item.bytes)
     listed = ", ".join(f"{item.name} {_MARK[item.kind]}{size(item.bytes)}" for item in items)
     return f"{row.name}, {place} memory: {listed}" if items else ""

@@ -179,7 +179,7 @@ class Session:
         return measured
 
     def _most_pages(self) -> int:
-        """Return the largest budget, up to twice the configured one, that every window exceeds as it must."""
+        """Return the largest budget, up to twice the configured one, whose `needed_tokens` every window exceeds."""
         budget, page_size = self.config.budget_pages, self.config.page_size
         for pages in range(2 * budget, budget, -1):
             larger = self.config.model_copy(update={"budget_tokens": pages * page_size})

@@ -26,7 +26,7 @@ PAGE = 32
 JOB_TOKENS = 2048
 """Tokens per sequence of a CPU job: the default budget."""
 CPU_ROWS = 8
-"""Sequences of a CPU job."""
+"""Number of sequences in a measured CPU job."""
 DEVICE_ROWS = (1, 4, 16, 64)
 PIECES = tuple(4096 * 4**i for i in range(7))
 """Bytes of a copied piece: 4 KiB to 16 MiB."""

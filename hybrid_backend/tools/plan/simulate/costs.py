@@ -25,7 +25,7 @@ BEST_PER_PAGE = 2
 DIGEST_RATE = 0.5
 """Rate of scoring digests in place, relative to the rate of attention (measured: docs/cpu-kernels.md)."""
 CODE_RATE = 0.3
-"""The same ratio for digests in codes (measured: docs/measurements.md)."""
+"""Rate of scoring digests in codes, relative to the rate of attention (measured: docs/measurements.md)."""
 KERNEL_SECONDS = 2e-6
 """Duration of a small kernel. Estimate."""
 GAP_SECONDS = 1.3e-6
