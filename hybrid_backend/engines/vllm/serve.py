@@ -125,9 +125,9 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Tell whether a record is more than vLLM's error that the engine has ended, in a server that was told to end.
+    """Tell whether a log record is unexpected: any but an EngineDeadError while the server shuts down.
 
-    vLLM's reader of answers may see the end before it is cancelled. `ServerProcess` tells of a crash.
+    vLLM's output reader may see the end of the engine before it is cancelled. `ServerProcess` reports a crash.
     """
     error = record.exc_info[0] if record.exc_info else None
     return not (is_ending() and error is not None and error.__name__ == "EngineDeadError")

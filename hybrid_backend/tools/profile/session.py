@@ -146,7 +146,7 @@ class Session:
     def spread(self, probes: Sequence[Probe], layers: Sequence[LayerSummary]) -> Spread | None:
         """Measure budgets per layer: each sparse layer alone with less and with more, then all of them together.
 
-        A line says what came of it, or why nothing is measured.
+        A printed line gives the result, or the reason why nothing is measured.
         """
         config, sparse = self.config, [layer for layer in layers if not layer.is_exact]
         sizes, why_not = sizes_of(config.budget_pages, config.sinks + config.recent + 1, self._most_pages()), ""
