@@ -1,4 +1,4 @@
-"""Command line `hybrid`."""
+"""Commands of the program `hybrid`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybrid_backend.tools.profile.command import profile
 
 
 class _Commands(TyperGroup):
-    """A group whose commands print a HybridError in one line, without a traceback, and exit with status 1."""
+    """Group of commands that report a HybridError in one line without a traceback, and exit with status 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -69,7 +69,7 @@ def _begin(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    # Benches and `top` send requests to servers on this machine, which must not go through a proxy.
+    # `bench` and `top` send requests to servers on this machine, and a configured proxy cannot reach these servers.
     reach_this_machine_directly(os.environ)
 
 
@@ -84,7 +84,7 @@ def serve(
     """Serve MODEL over an OpenAI-compatible API with the hybrid backend. Engine flags go after `--`."""
     server = resolve_server(engine)
     settings, source = resolve_config(model, config, os.environ, overrides or ())
-    # Imports are late and cheap checks come first, so that a mistake is reported at once.
+    # Cheap checks run before the imports of the method and the model, so that a mistake is reported at once.
     server.check_installation()
     with server.take_address(context.args) as address:
         from hybrid_backend.methods import check_method_name

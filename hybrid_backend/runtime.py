@@ -117,7 +117,7 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that is still open is abandoned first."""
         self._abandon_open()
-        batch = with_late_prefixes(batch, self.config.page_size, self.executor.holds, self.tiers.asks_by_itself)
+        batch = with_late_prefixes(batch, self.config.page_size, self.executor.holds, self.tiers.is_async)
         step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step
@@ -262,7 +262,7 @@ class HybridRuntime:
             torch.cuda.current_stream(self.tiers.device).synchronize()
         self.executor.count()
         self._stats.forget()
-        self.tiers.forget_copies()
+        self.tiers.reset_copied()
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of this rank by metric name, and bring `stats` up to date."""

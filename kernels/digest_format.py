@@ -104,7 +104,7 @@ class MinMax(DigestFormat):
 
     def estimates(self, q: Tensor, digests: Tensor, bound: float, scale: float, page_size: int) -> Tensor:
         half = bound * q.abs()
-        weights = torch.stack([q + half, q - half], 3) / 2  # of maxima and of minima
+        weights = torch.stack([q + half, q - half], 3) / 2  # Weights of the maxima and of the minima.
         return torch.einsum("rhgxd,rchxd->rhgc", weights, digests.float())
 
 

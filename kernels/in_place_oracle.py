@@ -98,7 +98,7 @@ class Ranking(NamedTuple):
         return cls(pages, pages, pages)
 
     def with_newer(self, first: int, end: int) -> Ranking:
-        """Return the same ranking, followed by the pages ``first`` to ``end - 1``."""
+        """Return this ranking with the pages ``first`` to ``end - 1`` appended."""
         newer = torch.arange(first, end)
         return Ranking(*(torch.cat([pages, newer]) for pages in self))
 
@@ -110,7 +110,7 @@ class Ranking(NamedTuple):
 
 
 class _Shortlist(NamedTuple):
-    """Pages that an earlier step left to select from: one ranking per list, among the ``num_pages`` pages then."""
+    """Shortlist of an earlier step: one ranking per list, made when the sequence had ``num_pages`` pages."""
 
     rankings: list[Ranking]
     num_pages: int
@@ -378,7 +378,8 @@ def _ranked(scores: Tensor, candidates: Ranking, count: int, is_forced: Tensor, 
     order = torch.where(is_own, scores, -infinite).argsort(descending=True, stable=True)
     chosen = pages[order[: min(count, int(is_own.sum()))].sort().values]
 
-    margin = torch.where(is_forced, torch.zeros_like(scores), 2 * tolerance)  # two scores, an error each
+    # The rounding errors of two compared scores add up.
+    margin = torch.where(is_forced, torch.zeros_like(scores), 2 * tolerance)
     ascending = scores.sort().values
     as_good = len(scores) - torch.searchsorted(ascending, scores - margin) - 1
     certain_scores = scores[is_certain].sort().values

@@ -19,7 +19,7 @@ from hybrid_backend.kernels.operations import Operations
 
 
 class Prompts(ABC):
-    """Attention of prefill chunks by one implementation. The out of its partials may have the dtype of the queries."""
+    """Attention of prefill chunks by one implementation. `Partial.out` may have the dtype of the queries."""
 
     head_axis: ClassVar[int]
     """Dimension of the heads: 0: out is ``[heads, tokens, head_dim]``; 1: out is ``[tokens, heads, head_dim]``."""

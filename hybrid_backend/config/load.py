@@ -37,7 +37,7 @@ def _unknown_key(path: Sequence[str]) -> str:
     depth = 0
     while depth < len(path) - 1 and (section := section_of(model.model_fields.get(path[depth]))):
         model, depth = section, depth + 1
-    is_plain_key = depth < len(path) - 1 and path[depth] in model.model_fields  # It has no keys of its own.
+    is_plain_key = depth < len(path) - 1 and path[depth] in model.model_fields  # The component is a key, not a section.
     prefix, word = ".".join(path[:depth]), path[depth + is_plain_key]
     moved = [key for key, _ in iter_keys() if key.rpartition(".")[2] == path[-1]]
     hint = f"did you mean {' or '.join(moved)}?" if moved else did_you_mean(path[depth], list(model.model_fields))

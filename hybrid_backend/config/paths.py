@@ -1,4 +1,4 @@
-"""Paths that users write."""
+"""Paths in configuration files and on the command line."""
 
 from __future__ import annotations
 

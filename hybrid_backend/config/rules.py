@@ -111,12 +111,12 @@ def number(low: float, high: float = math.inf) -> Rule:
 
 
 def integer_of(*choices: int) -> Rule:
-    """Return a rule for a few integers."""
+    """Return a rule that accepts only the given integers."""
     return rule(f"one of {', '.join(map(str, choices))}", lambda v: is_int(v) and v in choices)
 
 
 def choice(*choices: str) -> Rule:
-    """Return a rule for a few words."""
+    """Return a rule that accepts only the given words."""
 
     def check(value: object) -> object:
         if not isinstance(value, str) or value not in choices:
@@ -232,11 +232,12 @@ def show(value: object) -> str:
         return clipped(repr(value[:_SHOWN]), _SHOWN)
     text = ""
     try:
-        for chunk in json.JSONEncoder().iterencode(value):  # The whole text may have gigabytes.
+        # Only the first chunks are read, because the text may have gigabytes.
+        for chunk in json.JSONEncoder().iterencode(value):
             text += chunk[:_SHOWN]
             if len(text) > _SHOWN:
                 break
-    except (TypeError, ValueError, RecursionError):  # It is not JSON, circular, or has too many digits.
+    except (TypeError, ValueError, RecursionError):  # JSON cannot express the value.
         text = _repr_of(value)
     return clipped(text, _SHOWN)
 

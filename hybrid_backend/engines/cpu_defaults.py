@@ -135,7 +135,7 @@ def intel_openmp(environment: Mapping[str, str] = os.environ, distribution: str 
     except PackageNotFoundError:
         return {}
     path = os.path.realpath(str(libraries[0])) if libraries else ""
-    if not os.path.isfile(path) or re.search(r"[\s:]", path):  # Spaces and colons separate the names in the variable.
+    if not os.path.isfile(path) or re.search(r"[\s:]", path):  # LD_PRELOAD cannot hold such a path.
         return {}
     return {_PRELOAD: f"{path}:{preloaded}" if preloaded else path}
 
@@ -149,7 +149,7 @@ def compiler_lacks(environment: Mapping[str, str] = os.environ, include: str | N
     """
     chosen = environment.get("CXX", "")
     try:
-        compiler = shlex.split(chosen) or ["g++"]  # Inductor chooses the compiler in the same way.
+        compiler = shlex.split(chosen) or ["g++"]  # torch.compile's Inductor also takes CXX, else g++.
     except ValueError as error:
         return f"a C++ compiler (CXX={chosen!r} is no command line: {error})"
     if shutil.which(compiler[0], path=environment.get("PATH")) is None:

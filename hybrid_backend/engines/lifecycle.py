@@ -239,7 +239,7 @@ def _exit_code(process: BaseProcess) -> int | None:
     assert process.pid is not None
     try:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:  # The engine has taken the code.
+    except ChildProcessError:  # The engine has waited for the process already.
         return process.exitcode
     if ended is None:
         return None

@@ -84,11 +84,11 @@ class Hardware(_Frozen):
     hbm_bytes_per_s: Number
     """Peak bandwidth of the device's own memory."""
     hbm_efficiency: Number
-    """Share of that peak that memory-bound decode kernels reach."""
+    """Share of the peak memory bandwidth that memory-bound decode kernels reach."""
     bf16_flops_per_s: Number
     """Dense bf16 (fp16 where there is no bf16) matrix multiplication, without sparsity."""
     flops_efficiency: Number
-    """Share of that peak that large matrix multiplications reach."""
+    """Share of the peak FLOP/s that large matrix multiplications reach."""
     linear_bytes_per_s: Curve | None = None
     """Measured: bytes of weights per second, all matrices of a layer, by rows (sequences). None: the roofline."""
     device_attention_bytes_per_s: Curve | None = None
@@ -99,7 +99,7 @@ class Hardware(_Frozen):
     """Achieved rate of copies from host to device, by bytes of one contiguous piece (a page)."""
     host_ram_bytes: Number
     host_read_bytes_per_s: Curve
-    """Sequential reads of host memory, by threads."""
+    """Rate of sequential reads of host memory, by number of threads."""
     cpu_attention_bytes_per_s: Curve
     """Bytes of K and V that CPU attention over scattered pages reads per second, by threads."""
     layer_overhead_s: Number
@@ -118,14 +118,14 @@ class Hardware(_Frozen):
     @field_validator("hbm_bytes_per_s", "hbm_efficiency", "bf16_flops_per_s", "flops_efficiency")
     @classmethod
     def _above_zero(cls, number: Number) -> Number:
-        """Refuse 0, by which sizes are divided."""
+        """Refuse a rate of 0, because sizes are divided by rates."""
         if not number.value > 0:
             raise ValueError(f"got {number.value:g}, expected a number > 0")
         return number
 
     @property
     def hbm_achieved(self) -> float:
-        """Bandwidth that kernels reach."""
+        """Memory bandwidth in bytes/s that kernels reach."""
         return self.hbm_bytes_per_s.value * self.hbm_efficiency.value
 
     @property

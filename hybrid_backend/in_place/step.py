@@ -29,7 +29,7 @@ from hybrid_backend.workers import kernel_name
 class _Plan:
     dense_tokens: int
     dense_pages: int
-    unattended_pages: list[int]  # by layer, if it selects
+    unattended_pages: list[int]  # per layer: pages that the rows do not attend if the layer selects
     selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
 
 
@@ -129,7 +129,7 @@ class InPlaceStep:
         )
         unattended = (rows.num_pages - by_layer).clamp(min=0).sum(-1).expand(self._layers)
         selecting = budgets < rows.num_pages
-        if self._watch is not None:  # which judges by all samples
+        if self._watch is not None:  # Samples of rows with their own budgets would mislead the quality watch.
             selecting &= ~rows.has_own_budget
         step.plan = _Plan(
             dense_tokens=int(rows.seq_lens.sum()),
@@ -151,16 +151,16 @@ class InPlaceStep:
             self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
 
     def abandon(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing, because each call finishes its work."""
 
     def idle(self) -> None:
-        """Every step brings its rows along."""
+        """Do nothing, because no row is kept between steps."""
 
     def failure(self, step: Step) -> None:
         return None  # `decode` raises
 
     def layer_input(self, layer: int, step: Step, hidden: Tensor, residual: Tensor | None) -> None:
-        """No row waits."""
+        """Do nothing, because no row parks."""
 
     def unfinished(self, step: Step) -> list[str]:
         return []
@@ -172,7 +172,7 @@ class InPlaceStep:
         raise NotImplementedError("the true query selects")
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Nothing is admitted: every page is where it is attended."""
+        """Do nothing, because no page is copied."""
 
     def holds(self, request_id: str) -> bool:
         # A request that begins to decode reads digests of all its pages. One of a page that another row fills in this
@@ -185,7 +185,7 @@ class InPlaceStep:
             self._decoder.forget(sequence)
 
     def count(self) -> None:
-        """Each layer counts when it is called."""
+        """Do nothing, because `decode` counts."""
 
     def gauges(self) -> dict[str, float]:
         return {} if self._watch is None else self._watch.gauges()

@@ -80,7 +80,7 @@ class LocalLayers:
     def __init__(self, model: ModelSpec, layers: Sequence[Tensor]) -> None:
         """``layers``: `HostPool.layers`, of which those with a window are taken."""
         self._windows = model.windows
-        self._decoders: dict[int, cpu.Decoder] = {}  # by page size: of a decoder all layers are alike
+        self._decoders: dict[int, cpu.Decoder] = {}  # Keyed by page size, which all layers of a decoder share.
         for size in {layer.shape[3] for layer, window in zip(layers, model.windows, strict=True) if window is not None}:
             own_layers = [
                 layer if window is not None and layer.shape[3] == size else None
@@ -88,7 +88,7 @@ class LocalLayers:
             ]
             self._decoders[size] = cpu.Decoder(own_layers, {}, model.num_heads, model.scale, sinks=model.sinks_by_layer)
         self._page_sizes = [layer.shape[3] for layer in layers]
-        self._begun: dict[int, WindowRows] = {}  # by page size: the step that its decoder holds
+        self._begun: dict[int, WindowRows] = {}  # Keyed by page size: rows of the step that the decoder has begun.
 
     @classmethod
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> LocalLayers | None:
@@ -146,7 +146,7 @@ def decode_windows(
     kv = blocks.index_select(0, torch.cat([index, index + 1])).view(2, rows, kv_heads, -1, dim)
     key = torch.arange(kv.shape[3])
     mask = ((key >= attended.skips[:, None]) & (key < attended.tokens[:, None])).to(q.device)
-    # What was never written may be NaN, and 0 * NaN is NaN.
+    # Slots that were never written may hold NaN, and a weight of 0 times NaN is NaN.
     k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
     # One item per row and KV head, of as many queries as it has query heads.
     items, group = rows * kv_heads, heads // kv_heads

@@ -65,7 +65,7 @@ class MemoryRoom:
         return BATCHES_IN_FLIGHT * self.chunk_tokens
 
     def limit(self, place: Place) -> int:
-        """Return the bytes of a place that the server may take."""
+        """Return the bytes of host memory or device memory that the server may use."""
         return self.host if place == "host" else int(self.device * self.utilization)
 
 
@@ -76,7 +76,7 @@ def default_chunk(device_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A named piece of memory, in bytes."""
+    """Name and bytes of one allocation of the server."""
 
     name: str
     place: Place
@@ -97,11 +97,11 @@ class Memory:
     items: tuple[Item, ...]
 
     def at(self, place: Place) -> int:
-        """Return the bytes of all items in a place."""
+        """Return the bytes of all items in host memory or device memory."""
         return sum(item.bytes for item in self.items if item.place == place)
 
     def missing(self, room: MemoryRoom) -> str | None:
-        """Say which place is too small, by how much, and what takes most of it; None if everything fits."""
+        """Say how much host or device memory is missing, and which item is largest; None if all items fit."""
         places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
         for place in places:
             short = self.at(place) - room.limit(place)

@@ -60,7 +60,8 @@ class LongestSequence:
         Raises:
             ConfigError: the pool is too small.
         """
-        needed = (-(-self.tokens // self.page_size) + 1) * self.block_bytes  # The engine keeps one block back.
+        # The engine reserves one block, the null block.
+        needed = (-(-self.tokens // self.page_size) + 1) * self.block_bytes
         pool_bytes = room.auto if size.bytes is None else size.bytes
         if pool_bytes >= needed:
             return

@@ -186,7 +186,7 @@ class HeadInfer(Method):
         before = (inputs.num_pages[:, None] - 1).clamp(min=0)  # [rows, 1] pages without the last one
         streamed = before * heads.streams  # [rows, kv_heads] pages
 
-        def nth_of(lists: Tensor, nth: Tensor) -> Tensor:
+        def head_pages_at(lists: Tensor, nth: Tensor) -> Tensor:
             """Return the head pages of the host pool at these places of the lists."""
             return (inputs.table[lists // kv_heads, nth.clamp(max=columns - 1)] * kv_heads + lists % kv_heads).int()
 
@@ -196,10 +196,10 @@ class HeadInfer(Method):
             most = rows * (columns - 1) * len(set(heads.streamed).intersection(range(first, first + size)))
             if step.is_captured and most > _PIECES * capacity:
                 most, in_place = _PIECES * capacity, places
-            pieces += cut(of_group.flatten(), most, capacity, page, nth_of)
+            pieces += cut(of_group.flatten(), most, capacity, page, head_pages_at)
         staged = sum((piece.tokens for piece in pieces), torch.zeros_like(lists))
         in_host = (
-            nth_of(lists, staged // page + in_place)[:, None],
+            head_pages_at(lists, staged // page + in_place)[:, None],
             (inputs.seq_lens[:, None] * heads.streams).view(-1, 1) - staged,
         )
         resident = None

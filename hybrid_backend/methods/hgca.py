@@ -143,7 +143,8 @@ class Hgca(Method):
         if layer in self.tiers.cache.stores:
             queries_of_layer = self._queries.setdefault(row.request_id, {})
             tokens, before = queries_of_layer.get(layer, (-1, q))
-            goes_on = tokens == row.seq_len - len(q)  # If not, the prompt begins, perhaps for a second time.
+            # If not, the chunk is the prompt's first, perhaps after a preemption.
+            goes_on = tokens == row.seq_len - len(q)
             queries_of_layer[layer] = (
                 row.seq_len,
                 torch.cat([before, q])[-APPEND_QUERIES:] if goes_on else q[-APPEND_QUERIES:].clone(),
@@ -240,7 +241,8 @@ class Hgca(Method):
         if left:
             self._judge_pages(rows, left)
         newest = rows.num_pages - 1
-        begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)  # Repeated if a step failed half-way.
+        # If a step fails, the retried step opens the same page again.
+        begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)
         if bool(begins.any()):
             places = torch.tensor(requests) * ring + (newest - sinks) % ring
             self._average.index_fill_(1, sent(places[begins], self.tiers.device), 0.0)

@@ -17,7 +17,7 @@ from hybrid_backend.methods.registry import resolve_method
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 
 SIZING_KEYS = ("budget_tokens", "frames_per_request", "hgca.window_tokens", "apex.device_tokens", "sinks", "recent")
-"""Integer keys that buffers grow with."""
+"""Integer keys whose value sets the size of buffers."""
 
 
 def buffer_bytes(config: HybridConfig, model: ModelSpec, pages: int, max_requests: int, device: torch.device) -> int:

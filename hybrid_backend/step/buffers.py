@@ -56,7 +56,7 @@ class StepBuffers:
         self.shape = shape
         self.full_layers = tiers.layout.full_layers(model)
         self.state = StepState.make(
-            requests, shape.columns, shape.most_frames, shape.recalls, len(layers), tiers.device,
+            requests, shape.columns, shape.max_frames, shape.recalls, len(layers), tiers.device,
             len(layers) if factors else 0,
         )  # fmt: skip
         self.inputs, self.maps = self.state.inputs, self.state.maps

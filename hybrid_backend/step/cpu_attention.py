@@ -166,7 +166,7 @@ class MailboxCpuAttention:
             {layer: cache.stores.get(layer, tiers.host.layers[layer]) for layer in layers},
             model.num_heads,
             shape.rows,
-            {layer: (0, 0) if layer in cache.row else shape.listed(tiers.has_digests(layer)) for layer in layers},
+            {layer: (0, 0) if layer in cache.row else shape.list_shape(tiers.has_digests(layer)) for layer in layers},
             model.scale,
             current=tiers.frames.generation,
             kept_tokens={layer: cache.tokens[row] for layer, row in cache.row.items()},

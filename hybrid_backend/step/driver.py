@@ -38,7 +38,7 @@ from hybrid_backend.step.residency import FixedResidency, MappedResidency, Resid
 from hybrid_backend.step.samples import BoxSamples, HostSamples, Samples, sampled_layers, watched
 from hybrid_backend.step.toolbox import Toolbox
 from hybrid_backend.tiers import Tiers
-from hybrid_backend.tiers.beside import beside
+from hybrid_backend.tiers.side_stream import side_stream
 from hybrid_backend.workers import WorkerPool
 
 
@@ -63,7 +63,7 @@ class StepDriver:
         self._looks_ahead = looks_ahead(kind, config)
         self._sparse_rows: list[int] = []
         """Rows of the open step that leave pages out."""
-        self._watch = watch(config, stats, sparse, shape.most_budget)
+        self._watch = watch(config, stats, sparse, shape.max_budget)
         self.waiting: WaitingRows | None = None
         """Rows that may wait for the CPU from one step to the next; None: the method never lets rows wait."""
         self._residency: Residency | None = None
@@ -82,7 +82,7 @@ class StepDriver:
         """Event at the end of each layer's lookahead, and the query, whose memory stays allocated until that event."""
         self.cpu_attention: CpuAttention = (
             MailboxCpuAttention(config, model, tiers, workers, self.buffers)
-            if tiers.asks_by_itself and method.uses_workers and self.buffers.layers
+            if tiers.is_async and method.uses_workers and self.buffers.layers
             else PoolCpuAttention(config, model, tiers, workers, self.buffers)
         )
         pages_per_load = method.pages_per_load if isinstance(method, HeadLoads) else 0
@@ -97,7 +97,7 @@ class StepDriver:
     def _make_samples(self, stats: Stats) -> Samples:
         """Return the samples of this device tier. A GPU samples only methods that attend the selected pages."""
         config, model, tiers = self._config, self._model, self._tiers
-        can_sample = tiers.asks_by_itself and self._method.attends_selection
+        can_sample = tiers.is_async and self._method.attends_selection
         layers = sampled_layers(config, model, tiers.layout) if can_sample else []
         if not layers:
             return HostSamples(config, model, tiers, stats, self._covered)
@@ -218,7 +218,7 @@ class StepDriver:
         """Tell whether ``layer`` needs a predicted query. With CUDA graphs the answer is the same in every step."""
         if not self._looks_ahead or not self._config.is_predicted(layer):
             return False
-        if step.is_captured or self._tiers.asks_by_itself or step.decode is None:
+        if step.is_captured or self._tiers.is_async or step.decode is None:
             return True
         return bool(self._sparse_rows) or self._config.is_sampled(step.number, layer)
 
@@ -226,7 +226,7 @@ class StepDriver:
         """Start the selection of ``layer`` with its predicted query ``q`` ``[rows, heads, head_dim]``."""
         q = q.contiguous()
         self.samples.keep(layer, step, q)
-        with beside(self._lookahead_stream):
+        with side_stream(self._lookahead_stream):
             self._method.lookahead(self.toolbox, layer, q)
             if self._lookahead_stream is not None:
                 self._lookaheads[layer] = self._lookahead_stream.record_event(), q

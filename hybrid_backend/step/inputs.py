@@ -19,9 +19,9 @@ class InputWriter:
         self._config, self._tiers, self._buffers = config, tiers, buffers
         requests = tiers.frames.requests
         self._ages = [0] * requests
-        """Decode steps that the request with each index (`FramePool.index`) has run."""
+        """Number of decode steps that each running request has run, by request index (`FramePool.index`)."""
         self.pages_of_index = [0] * requests
-        """Pages of the request with each index (`FramePool.index`)."""
+        """Number of pages of each running request, by request index (`FramePool.index`)."""
         self.written_pages = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=tiers.device.type == "cuda")
         """``[STEPS, requests]`` int32 on the host: host page that each row of the last ``STEPS`` steps wrote to."""
 
@@ -44,7 +44,7 @@ class InputWriter:
             "generations": self._tiers.frames.generation[requests],
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
-        by_row, by_layer, number_input = inputs.parts(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
+        by_row, by_layer, number_input = inputs.split_small(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
         for position, name in enumerate(inputs.PER_ROW):
             by_row[position, :count] = columns[name]
         if self._buffers.layer_budgets is not None:

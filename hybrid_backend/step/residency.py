@@ -50,7 +50,7 @@ class MappedResidency:
     """
 
     shared_pages = None
-    """None, because each request has its own frames."""
+    """Always None, because each request has its own frames."""
 
     def __init__(
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, state: StepState, maps: dict[int, Maps]
@@ -107,7 +107,7 @@ class FixedResidency:
     """
 
     shared_pages = None
-    """None, because each request has its own frames."""
+    """Always None, because each request has its own frames."""
 
     def __init__(
         self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], admitted_pages: Callable[[int], Tensor]

@@ -183,7 +183,7 @@ class BoxSamples:
         self._has_predictions, self._failure, self._scale = has_predictions, failure, model.scale
         shape, self._positions = buffers.shape, {layer: buffers.layers[layer].position for layer in layers}
         boxes = sample_boxes(
-            model, len(layers), shape.rows, shape.columns, *shape.listed(True), pin=tiers.device.type == "cuda"
+            model, len(layers), shape.rows, shape.columns, *shape.list_shape(True), pin=tiers.device.type == "cuda"
         )
         self._nbytes = boxes.nbytes
         self._boxes = {layer: boxes.of(index) for index, layer in enumerate(layers)}

@@ -12,7 +12,7 @@ from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention
 from hybrid_backend.tiers import Tiers
-from hybrid_backend.tiers.beside import beside
+from hybrid_backend.tiers.side_stream import side_stream
 
 Partials = tuple[Tensor, Tensor]
 """``(out, lse)`` of attention over some keys: ``[rows, heads, parts, head_dim]`` and ``[rows, heads, parts]``.
@@ -94,7 +94,7 @@ class Toolbox:
     def changes_residency(self, layer: int) -> bool:
         """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
         shape = self.shape
-        return shape.frames > 0 and self._tiers.has_digests(layer) and shape.least_budget < shape.columns
+        return shape.frames > 0 and self._tiers.has_digests(layer) and shape.min_budget < shape.columns
 
     # --- selection ---
 
@@ -127,8 +127,8 @@ class Toolbox:
         budgets = self.buffers.budgets_of(layer, inputs) if has_digests else inputs.num_pages
         return self._ops.select_pages(
             scores, inputs.num_pages, inputs.seq_lens, budgets, inputs.requests, self.buffers.layers[layer].frame_of,
-            inputs.table, config.page_size, config.sinks, config.recent, self.shape.listed(has_digests)[1], counters,
-            mailbox,
+            inputs.table, config.page_size, config.sinks, config.recent, self.shape.list_shape(has_digests)[1],
+            counters, mailbox,
         )  # fmt: skip
 
     # --- the CPU workers ---
@@ -166,7 +166,7 @@ class Toolbox:
         """Attend the selected pages that are resident, or all selected pages if the device tier reads the host pool."""
         selection, buffers = self._selections[layer][0], self.buffers.layers[layer]
         kv = buffers.host if buffers.frames is None else buffers.frames
-        limit = self.shape.most_frames or self.shape.listed(self._tiers.has_digests(layer))[1]
+        limit = self.shape.max_frames or self.shape.list_shape(self._tiers.has_digests(layer))[1]
         return self.attend(
             q, kv, selection.frames, selection.tokens, limit, self.seq_lens if self._is_resident else None
         )
@@ -271,7 +271,7 @@ class Toolbox:
             is_awaited: the method calls `await_copy` for this copy; otherwise the end of the step waits for the copy.
         """
         self._is_forked = self._copy_stream is not None
-        with beside(self._copy_stream):
+        with side_stream(self._copy_stream):
             self._ops.copy_pages(host, frames, host_pages, frame_ids)
             if is_awaited and self._copy_stream is not None:
                 self._copied[layer] = self._copy_stream.record_event()

@@ -1,4 +1,4 @@
-"""Where KV lives: the host pool, frames and residency, digests, staging, and their sizes."""
+"""Memory that holds KV on host and device: host pool, frames, digests, staging buffers, and their sizes."""
 
 from hybrid_backend.tiers.base import Tiers
 from hybrid_backend.tiers.sizes import TierLayout

@@ -1,4 +1,4 @@
-"""All tiers of one rank, built from the layout that the method asks for."""
+"""Host pool and device tier of one rank, allocated for the `TierLayout` that the method returns."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from hybrid_backend.tiers.write_back import WriteBack
 
 @dataclass
 class Tiers:
-    """Host pool, digests, frames and staging of the layers with full attention, and the operations on them."""
+    """Host pool, digests, frames and staging buffers of the layers with full attention, and the operations on them."""
 
     device: torch.device
     layout: TierLayout
     operations: Operations
-    asks_by_itself: bool  # the device raises its questions to the CPU workers itself
+    is_async: bool  # operations are launches on a device, which itself writes its requests to the CPU workers
     page_bytes: int
     host: HostPool
     digests: Digests | None
     frames: FramePool
     stream: HeadStream | None
-    whole: ResidentHeads  # all heads of `TierLayout.whole_layers`
-    cache: ContextCache  # of `TierLayout.cached_layers`
+    whole: ResidentHeads  # all KV heads of `TierLayout.whole_layers`
+    cache: ContextCache  # context caches of `TierLayout.cached_layers`
     prompts: Prompts
-    decode: PagedDecode | None  # of lists whose tokens the host knows, outside of graphs; None: as all others
-    write_back: WriteBack  # of what prompts write
-    kernel_bytes: int  # device memory of `prompts` and `decode`
+    decode: PagedDecode | None  # FlashInfer decode outside CUDA graphs, if the host knows all lengths; None: not used
+    write_back: WriteBack  # copies new K and V of prompt chunks to the host pool
+    kernel_bytes: int  # device memory of FlashInfer in `prompts` and `decode`
     resident_heads: list[ResidentHeads] = field(default_factory=list)
-    """Stores of single KV heads that a method keeps on the device tier (`keep_heads`)."""
-    copied_pages: int = 0  # into frames, since start
-    copied_head_pages: int = 0  # pages of one KV head, into frames
+    """Copies of single KV heads that the method keeps on the device tier (`keep_heads`)."""
+    copied_pages: int = 0  # pages copied into frames since start
+    copied_head_pages: int = 0  # pages of a single KV head copied into frames since start
 
     @classmethod
     def build(
@@ -58,34 +58,35 @@ class Tiers:
         max_requests: int,
         device: torch.device,
         operations: Operations,
-        asks_by_itself: bool,
+        is_async: bool,
         flashinfer: FlashInfer | None = None,
     ) -> Tiers:
+        """Allocate the tiers for ``max_requests`` running requests. If ``flashinfer`` is None, `operations` attend."""
         layers, kv = layout.full_layers(model), model.kv_format(config.page_size)
         digests = None
         if layout.digests is not None:
             digests = Digests(host, layout.digest_layers(config, model), operations, layout.digests, device)
-        every = tuple(range(model.num_kv_heads))
+        all_heads = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {layer: device_zeros(kv.shape(count), kv.dtype, device) for layer, count in counts.items() if count}
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
             stream = HeadStream(host, kv, tokens, operations, device)
-        most = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
+        sequence_pages = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
         cached = {layer: host.layers[layer] for layer in layout.cached_layers(config, model)}
         return cls(
             device=device,
             layout=layout,
             operations=operations,
-            asks_by_itself=asks_by_itself,
+            is_async=is_async,
             page_bytes=kv.page_bytes,
             host=host,
             digests=digests,
             frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
             stream=stream,
-            whole=ResidentHeads(dict.fromkeys(layout.whole_layers, every), host, operations, device),
-            cache=ContextCache(cached, max_requests, most),
+            whole=ResidentHeads(dict.fromkeys(layout.whole_layers, all_heads), host, operations, device),
+            cache=ContextCache(cached, max_requests, sequence_pages),
             prompts=TorchPrompts(operations, model) if flashinfer is None else flashinfer.prompts,
             decode=None if flashinfer is None else flashinfer.decode,
             write_back=WriteBack(host, operations, device),
@@ -93,26 +94,26 @@ class Tiers:
         )
 
     def has_digests(self, layer: int) -> bool:
-        """Else the layer is exact, or the method does without digests."""
+        """Tell whether a layer has digests; an exact layer and a method without digests have none."""
         return self.digests is not None and layer in self.digests.layers
 
     def digest_layer(self, layer: int) -> Tensor | None:
-        """Return the digests of a layer, which operations read; None where it has none."""
+        """Return the digests of a layer as operations read them; None for a layer without digests."""
         return None if self.digests is None else self.digests.layers.get(layer)
 
     def keep_heads(self, heads: Mapping[int, tuple[int, ...]]) -> ResidentHeads:
-        """Keep all pages of some KV heads (``heads[layer]``) on the device tier, and return their stores."""
+        """Keep all pages of the KV heads ``heads[layer]`` on the device tier; return the memory that holds them."""
         store = ResidentHeads(heads, self.host, self.operations, self.device)
         self.resident_heads.append(store)
         return store
 
     def append_heads(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store new tokens of the heads in `resident_heads` (`ResidentHeads.append`)."""
+        """Write new tokens to all `resident_heads`. Arguments are those of `ResidentHeads.append`."""
         for store in self.resident_heads:
             store.append(layer, pages, positions, k, v)
 
     def import_pages(self, pages: Tensor) -> None:
-        """Copy whole host pages (``[n]`` int64 ids) that a KV connector wrote to the stores of the device tier."""
+        """Copy host pages (``[n]`` int64 ids) that a KV connector has written to resident heads and whole layers."""
         for store in (self.whole, *self.resident_heads):
             store.copy(pages)
 
@@ -121,13 +122,15 @@ class Tiers:
     ) -> Iterable[KVBlock]:
         """Return K and V of the first ``tokens`` tokens of a sequence on the device tier, in blocks.
 
+        K and V of a whole layer are read from the device tier. Those of another layer pass through the staging buffers;
+        if the device tier is the host, they are read in place.
+
         Args:
-            layer: index of the layer. If it is whole on the device tier, it is read there; else its pages pass through
-                the staging buffers, or are read in place where the device tier is the host.
+            layer: index of the layer.
             pages: ``[n]`` int64 host pages of the sequence.
             tokens: number of tokens.
             heads: KV heads; None: all.
-            groups: groups of heads that are streamed one after the other, at least.
+            groups: least number of head groups, which pass through the staging buffers one after the other.
         """
         kv_heads = self.host.layers[layer].shape[1]
         heads = tuple(range(kv_heads)) if heads is None else heads
@@ -144,13 +147,12 @@ class Tiers:
 
     @property
     def persistent_heads(self) -> int:
-        """KV heads whose whole KV is on the device tier, summed over layers; whole layers do not count."""
+        """Number of KV heads in `resident_heads`, summed over layers. Whole layers are not counted."""
         return sum(store.count for store in self.resident_heads)
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of frames, staging, digests, whole layers and what attends them; 0 where the device tier is the
-        host pool itself."""
+        """Device memory in bytes of all tiers and of FlashInfer; 0 if the device tier is the host pool itself."""
         if self.stream is None:
             return 0
         digests = self.digests.nbytes if self.digests else 0
@@ -164,7 +166,7 @@ class Tiers:
         copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.page_bytes // heads
         return copied + (self.stream.copied_bytes if self.stream else 0)
 
-    def forget_copies(self) -> None:
+    def reset_copied(self) -> None:
         self.copied_pages = self.copied_head_pages = 0
         if self.stream is not None:
             self.stream.copied_bytes = 0

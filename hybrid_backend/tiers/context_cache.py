@@ -1,4 +1,4 @@
-"""HGCA's context cache: the tokens that each KV head still attends after they left the window (section 3.2)."""
+"""Context cache of HGCA: tokens that left the recent window and that a KV head still attends (paper, section 3.2)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.tiers.mapped import mapped_zeros
 
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it; this is Linux's number
-_PIECE = 64  # pages copied at a time: bounds what is copied twice on the way
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # `mmap` has the name since Python 3.13.
+_PIECE_PAGES = 64  # Pages copied at a time, which bounds the memory of the intermediate copy.
 
 
 class ContextCache:
-    """Kept tokens of all running requests, in some layers, a list of its own for every KV head.
+    """Token lists of the running requests in the cached layers: each KV head of each request has its own list.
 
-    ``stores[l]``: ``[requests * pages, kv_heads, 2, page_size, head_dim]``, the host pool's layout, so the same kernels
-    attend it. Request index i owns the pages ``i * pages .. (i + 1) * pages``, as many as a sequence can have; head h
-    fills lane h of them one after the other, as far as its own list goes. All this is address space: memory is taken
-    when a token is written and given back when its request is released. So a store never moves while somebody reads
-    it, and nobody has to list pages.
+    A layer's store reserves address space for ``pages`` pages per request, as many as a sequence can have. The kernel
+    allocates memory when a token is written, and takes the memory back when the request is released. So a store never
+    moves while a CPU worker reads it.
 
-    ``tokens``: ``[layers, requests, kv_heads]`` int32, the length of each list.
+    Attributes:
+        stores: per layer ``[requests * pages, kv_heads, 2, page_size, head_dim]``, the host pool's layout, so that the
+            same kernels attend it. Request index i owns the pages from ``i * pages`` on; KV head h writes its list to
+            index h of the second dimension, without gaps.
+        tokens: ``[layers, requests, kv_heads]`` int32: length of each list in tokens.
+        row: row of each cached layer in ``tokens``.
     """
 
     def __init__(self, layers: Mapping[int, Tensor], requests: int, pages: int) -> None:
-        """``layers``: the host pool's, by number; ``pages``: of a sequence, at most.
+        """Reserve the address space for the layers whose host pool tensors are ``layers``.
 
         Raises:
-            ConfigError: the system does not give the address space.
+            ConfigError: the operating system refuses the address space.
         """
         self.pages, self._layers = pages, dict(layers)
         self.row = {layer: row for row, layer in enumerate(layers)}
@@ -44,29 +47,30 @@ class ContextCache:
         self._maps = [memory for _, memory in maps.values()]
         kv_heads = next((kv.shape[1] for kv in layers.values()), 0)
         self.tokens = torch.zeros(len(layers), requests, kv_heads, dtype=torch.int32)
-        # By request: (position of the first token, [layers, kv_heads, tokens] which of them each head kept).
-        self._kept: dict[int, list[tuple[int, Tensor]]] = {}
-        self._lists: dict[int, tuple[list[int], PageList]] = {}  # the last that were made
+        # Calls of `add` by request: (position of the first token, its argument `keep`).
+        self._additions: dict[int, list[tuple[int, Tensor]]] = {}
+        self._lists: dict[int, tuple[list[int], PageList]] = {}  # Requests and result of each layer's last `lists`.
 
     @property
     def nbytes(self) -> int:
-        """Memory of the pages that lists have reached."""
+        """Bytes of the pages to which the lists extend."""
         return sum(
             int((-(-self.tokens[self.row[layer]] // store.shape[3])).sum()) * store[0, 0].nbytes
             for layer, store in self.stores.items()
         )
 
     def add(self, request: int, first: int, keep: Tensor, pages: Tensor) -> None:
-        """Append tokens of consecutive whole pages to a request's lists.
+        """Append tokens of ``n`` consecutive whole pages to a request's lists.
 
         Args:
-            first: position of the first token in the sequence; later than all that the lists hold.
-            keep: ``[layers, kv_heads, n * page_size]`` bool: which of them each head keeps.
-            pages: ``[n]`` int64 their host pages.
+            request: request index.
+            first: position of the first token in the sequence, higher than all positions in the lists.
+            keep: ``[layers, kv_heads, n * page_size]`` bool: true for tokens that the KV head appends to its list.
+            pages: ``[n]`` int64 host pages that hold the tokens.
         """
         tokens, size = self.tokens[:, request], keep.shape[2] // max(1, len(pages))
-        for i in range(0, len(pages), _PIECE):
-            piece = keep[..., i * size : (i + _PIECE) * size]
+        for i in range(0, len(pages), _PIECE_PAGES):
+            piece = keep[..., i * size : (i + _PIECE_PAGES) * size]
             row, head, token = piece.nonzero(as_tuple=True)
             place = request * self.pages * size + (tokens[..., None] + piece.cumsum(2) - 1)[row, head, token]
             moved = head, pages[i + token // size], token % size, place // size, place % size
@@ -74,19 +78,19 @@ class ContextCache:
             for layer, (lane, page, offset, to_page, to_offset) in zip(self.row, by_layer, strict=True):
                 self.stores[layer][to_page, lane, :, to_offset] = self._layers[layer][page, lane, :, offset]
             tokens += piece.sum(2)
-        self._kept.setdefault(request, []).append((first, keep))
+        self._additions.setdefault(request, []).append((first, keep))
         self._lists.clear()
 
     def positions(self, layer: int, request: int) -> list[Tensor]:
-        """Per KV head, the positions in the sequence of the tokens of its list, ascending."""
-        kept, nothing = self._kept.get(request, []), torch.empty(0, dtype=torch.int64)
+        """Return the positions in the sequence of the tokens in each KV head's list, ascending."""
+        additions, empty = self._additions.get(request, []), torch.empty(0, dtype=torch.int64)
         return [
-            torch.cat([nothing, *(first + keep[self.row[layer], head].nonzero()[:, 0] for first, keep in kept)])
+            torch.cat([empty, *(first + keep[self.row[layer], head].nonzero()[:, 0] for first, keep in additions)])
             for head in range(self.tokens.shape[2])
         ]
 
     def lists(self, layer: int, requests: list[int]) -> PageList:
-        """What these requests' heads attend in ``stores[layer]``: ``[requests, kv_heads, k]``."""
+        """Return the pages ``[requests, kv_heads, k]`` of ``stores[layer]`` that hold the lists of these requests."""
         made = self._lists.get(layer)
         if made is None or made[0] != requests:
             page_size = self.stores[layer].shape[3]
@@ -99,22 +103,22 @@ class ContextCache:
         return made[1]
 
     def release(self, request: int) -> None:
-        """Forget a request's lists, and give their memory back."""
+        """Empty a request's lists and return their memory to the operating system."""
         for layer, memory in zip(self.row, self._maps, strict=True):
             page, longest = self.stores[layer][0], int(self.tokens[self.row[layer], request].max())
             start = request * self.pages * page.nbytes
             end = start + -(-longest // page.shape[2]) * page.nbytes
-            # Whole pages of the system's: a request beside it may reach into the others.
+            # Only whole OS pages are returned, because the neighbouring request may use the rest of the outer two.
             start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
             if end > start:
                 memory.madvise(mmap.MADV_DONTNEED, start, end - start)
-        self._kept.pop(request, None)
+        self._additions.pop(request, None)
         self.tokens[:, request] = 0
         self._lists.clear()
 
 
 def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, mmap.mmap]:
-    """Zeros that take no memory before they are written."""
+    """Return zeros that take no memory until they are written, and their mapping."""
     try:
         return mapped_zeros(shape, dtype, _MAP_NORESERVE)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Digests of all host pages: channel-wise max and min of K (Quest, arXiv 2406.10774, section 3.2), or codes of it."""
+"""Digests of all host pages: channel-wise max and min of K (Quest, arXiv 2406.10774, section 3.2), or codes of K."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hybrid_backend.tiers.host_pool import HostPool
 
 
 class Digests:
-    """One digest per (layer, page, KV head), indexed by host page id, so that a prefix-cache hit finds it ready.
+    """Digests of the host pool: one per (layer, page, KV head), indexed by host page id.
 
-    ``layers[l]``: the digests that operations read. Invariant: the digest of a page covers exactly the tokens written
-    to it so far; a token at offset 0 makes a page new, whatever the page held before. In a format of whole pages, a
-    page that is full has the digest of its tokens.
+    A prefix-cache hit needs no new digests, because a digest stays valid as long as the host page does.
 
-    ``byte_copies[l]``: byte digests of whole pages as the native decoder reads them (`kernels.cpu.digests`), if the
-    format has them (`DigestFormat.has_byte_copy`).
+    Attributes:
+        layers: per layer the digests that operations read. The digest of a page covers exactly the tokens written so
+            far; a token at offset 0 starts a new digest. If a format has digests of whole pages only
+            (`DigestFormat.covers_growing_pages`), the digest of a growing page is undefined.
+        byte_copies: per layer the byte digests of whole pages that the native decoder reads (`kernels.cpu.digests`);
+            empty if the format has no byte digests (`DigestFormat.has_byte_copy`).
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Digests:
             shape, dtype = digest_format.shape(pages, heads, dim), digest_format.dtype(host.layers[layer].dtype)
             self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
             if digest_format is CODES:
-                codes.rotation(dim, self.layers[layer].device)  # now: a captured graph cannot bring it to the device
+                codes.rotation(dim, self.layers[layer].device)  # A captured graph cannot copy it to the device.
             if digest_format.has_byte_copy:
                 self.byte_copies[layer] = native.empty_byte_digests(self.layers[layer])
 
@@ -51,14 +53,17 @@ class Digests:
         return sum(layer.nbytes for store in (self.layers, self.byte_copies) for layer in store.values())
 
     def extend(self, layer: int, row: PrefillRow, k: Tensor, join: Callable[[], None]) -> None:
-        """Take in the keys of a prompt chunk, ``[chunk, kv_heads, head_dim]``, from where they were computed. ``join``:
-        until what the step writes to the host pool is there."""
+        """Update the digests of the pages that a prompt chunk writes, from its keys ``k``.
+
+        ``k`` is ``[chunk, kv_heads, head_dim]`` and need not be in the host pool yet. ``join`` is a function that waits
+        until all tokens of the step are in the host pool (`WriteBack.join`).
+        """
         page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
         whole, first = row.seq_len // page_size - before // page_size, before % page_size
         pages = row.written
         if not self._format.covers_growing_pages:
             pages = pages[:whole]
-            if first and whole:  # what began in an earlier chunk is read where it lies
+            if first and whole:  # The first page began in an earlier chunk: its keys are read from the host pool.
                 join()
                 self.rebuild(layer, pages[:1])
                 pages, k, first = pages[1:], k[page_size - first :], 0
@@ -68,13 +73,15 @@ class Digests:
         self._copy_bytes(layer, row.written[:whole])
 
     def rebuild(self, layer: int, pages: Tensor, tokens: Tensor | None = None) -> None:
-        """Recompute digests of pages (``[n]`` host page ids) from the host pool. ``tokens``: ``[n]`` that each of them
-        holds so far; None: all are whole."""
+        """Recompute the digests of ``pages`` (``[n]`` host page ids) from the keys in the host pool.
+
+        ``tokens`` has the number of tokens in each page, ``[n]``; None means that all pages are whole.
+        """
         page_size = self._host.layers[layer].shape[3]
         whole = pages if tokens is None else pages[tokens == page_size]
-        if tokens is None or not self._format.covers_growing_pages:  # pages that are not whole have no digest
+        if tokens is None or not self._format.covers_growing_pages:  # Growing pages have no digest.
             pages, tokens = whole, torch.full_like(whole, page_size)
-        ids, counts = (sent(each.int(), self.layers[layer].device) for each in (pages, tokens))
+        ids, counts = (sent(numbers.int(), self.layers[layer].device) for numbers in (pages, tokens))
         self._operations.build_digests(self._host.views[layer], self.layers[layer], ids, counts)
         self._copy_bytes(layer, whole)
 

@@ -1,4 +1,4 @@
-"""The device tier's memory: frames for every running request, found by an index that it keeps while it runs."""
+"""Frames of the device tier, and the request index by which a running request owns its frames."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hybrid_backend.tiers.mapped import mapped_zeros
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on the device tier. Where that is the CPU, the system maps them as they are first written, in huge pages: a
-    server that starts does not wait for frames that it may never fill.
+    """Return zeros on the device tier.
+
+    A CPU's kernel allocates huge pages at the first write, so that start-up does not wait for all of the memory.
     """
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -24,16 +25,18 @@ def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 class FramePool:
-    """Indices ``0 .. requests``, handed out by request id, never by batch row; index i owns the frames ``i + n *
-    requests`` of every layer, ``size`` of them and in some layers more (`TierLayout.layer_frames`). Frame ids are the
-    same in every layer, the pages in them are not. Where requests share all frames (`TierLayout.shares_frames`) the
-    maps alone say whose a frame is, and ``size`` is a mean.
+    """Frames of all layers, and the request indices ``0 .. requests - 1`` that own them.
 
-    ``layers[l]``: ``[frames, kv_heads, 2, page_size, head_dim]``; empty where the device tier reads the host pool
-    itself.
+    A request keeps its index while it runs, whatever its batch row. Index i owns the frames ``i + n * requests`` of
+    each layer, with n from 0 to ``size - 1``; layers in `TierLayout.layer_frames` have more. Frame ids are the same in
+    all layers, but a frame may hold another page in each layer. If requests share all frames
+    (`TierLayout.shares_frames`), the residency maps alone tell which request uses a frame.
 
-    ``generation[i]`` grows each time index i is released: work in flight remembers the generation that it was started
-    under and is dropped when that is no longer the current one.
+    Attributes:
+        layers: per layer ``[frames, kv_heads, 2, page_size, head_dim]``; empty if the device tier is the host pool.
+        size: frames of each request; the mean if requests share all frames.
+        generation: ``[requests]`` int64, increased when an index is released. A copy notes the generation at its start,
+            and is dropped if the generation has changed at its end.
     """
 
     def __init__(self, layers: dict[int, Tensor], requests: int, size: int, device: torch.device) -> None:
@@ -45,7 +48,7 @@ class FramePool:
 
     @property
     def requests(self) -> int:
-        """Requests that may run at once."""
+        """Most requests that can run at once."""
         return len(self.generation)
 
     @property
@@ -54,22 +57,23 @@ class FramePool:
 
     @property
     def running(self) -> int:
-        """Requests that have an index."""
+        """Number of requests that have an index."""
         return len(self._index_of)
 
     def ids(self, indices: Tensor, slots: Tensor) -> Tensor:
-        """The frames that the indices own, by their places among those: both are broadcast."""
+        """Return the id of frame number ``slots`` of the requests ``indices``. The arguments are broadcast."""
         return indices + slots * self.requests
 
     def index(self, request_id: str) -> int | None:
+        """Return the index of a request; None for a request without one."""
         return self._index_of.get(request_id)
 
     def indices(self, request_ids: list[str]) -> list[int]:
-        """Of requests that have one."""
+        """Return the indices of requests that all have one."""
         return [self._index_of[request_id] for request_id in request_ids]
 
     def allocate(self, request_id: str) -> int:
-        """An index for a request that has none. The engine never runs more requests than there are."""
+        """Give a request an index and return the index. Raise EngineError if all indices are in use."""
         if not self._free:
             raise EngineError(
                 f"no frames for request {request_id}: {self.running} running requests hold all of them; the engine "
@@ -80,7 +84,7 @@ class FramePool:
         return index
 
     def release(self, request_id: str) -> int | None:
-        """Free the index of a request that ended, was aborted or was preempted; None if it had none."""
+        """Free and return the index of a request that ended, was aborted or was preempted; None for no index."""
         index = self._index_of.pop(request_id, None)
         if index is not None:
             self.generation[index] += 1

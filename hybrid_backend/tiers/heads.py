@@ -1,4 +1,4 @@
-"""KV heads whose whole KV lies on the device tier, beside the host pool that has it as well."""
+"""Copies on the device tier of all pages of chosen KV heads. The host pool has the same pages."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from hybrid_backend.tiers.stream import head_pages
 
 
 class ResidentHeads:
-    """Stores of some heads of some layers, indexed by host page id as digests are: a prefix hit finds them ready.
+    """Copies of all pages of chosen KV heads, indexed by host page id, so that a prefix-cache hit needs no copy.
 
-    ``heads[layer]``: the resident KV heads, ascending. ``stores[layer]``: ``[pages, len(heads), 2, page_size,
-    head_dim]`` on the device tier.
+    Attributes:
+        heads: per layer the resident KV heads, ascending.
+        stores: per layer ``[pages, len(heads), 2, page_size, head_dim]`` on the device tier.
     """
 
     def __init__(
         self, heads: Mapping[int, tuple[int, ...]], host: HostPool, operations: Operations, device: torch.device
     ) -> None:
-        self.heads = {layer: tuple(sorted(some)) for layer, some in heads.items() if some}
+        self.heads = {layer: tuple(sorted(chosen)) for layer, chosen in heads.items() if chosen}
         self._host, self._operations = host, operations
         self.stores: dict[int, Tensor] = {}
-        self._kept: dict[int, Tensor] = {}
-        for layer, some in self.heads.items():
-            pages, kv = len(host.layers[layer]), KvFormat.of(host.layers[layer]).with_heads(len(some))
+        self._head_ids: dict[int, Tensor] = {}
+        for layer, chosen in self.heads.items():
+            pages, kv = len(host.layers[layer]), KvFormat.of(host.layers[layer]).with_heads(len(chosen))
             self.stores[layer] = device_zeros(kv.shape(pages), kv.dtype, device)
-            self._kept[layer] = torch.tensor(some, dtype=torch.int64, device=device)
+            self._head_ids[layer] = torch.tensor(chosen, dtype=torch.int64, device=device)
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """New tokens (`Method.append`)."""
+        """Write the resident heads of new tokens. Arguments are those of `Method.append`."""
         if layer in self.stores:
             if len(self.heads[layer]) < k.shape[1]:
-                k, v = (x.index_select(1, self._kept[layer]) for x in (k, v))
+                k, v = (x.index_select(1, self._head_ids[layer]) for x in (k, v))
             self._operations.append_tokens(k, v, self.stores[layer], pages, positions)
 
     def copy(self, pages: Tensor) -> None:
-        """Take whole pages (``[n]`` host page ids) from the host pool, where somebody else wrote them."""
+        """Copy the resident heads of whole pages (``[n]`` host page ids) from the host pool."""
         for layer, store in self.stores.items():
-            host, count, kept = self._host.views[layer], store.shape[1], self._kept[layer]
-            pages = pages.to(kept.device)
-            there = pages[:, None] * host.shape[1] + kept
-            here = pages[:, None] * count + torch.arange(count, device=kept.device)
-            self._operations.copy_pages(head_pages(host), head_pages(store), there.int(), here.int())
+            host, count, heads = self._host.views[layer], store.shape[1], self._head_ids[layer]
+            pages = pages.to(heads.device)
+            sources = pages[:, None] * host.shape[1] + heads
+            targets = pages[:, None] * count + torch.arange(count, device=heads.device)
+            self._operations.copy_pages(head_pages(host), head_pages(store), sources.int(), targets.int())
 
     def pages(self, layer: int, table: Tensor) -> Tensor:
-        """`store_pages` of the layer."""
-        return store_pages(table, self._kept[layer], self._host.views[layer].shape[1])
+        """Return `store_pages` of a layer for the host pages ``table`` ``[rows, columns]``."""
+        return store_pages(table, self._head_ids[layer], self._host.views[layer].shape[1])
 
     @property
     def count(self) -> int:
+        """Number of resident KV heads, summed over layers."""
         return sum(map(len, self.heads.values()))
 
     @property
@@ -63,13 +65,16 @@ class ResidentHeads:
         return sum(store.nbytes for store in self.stores.values())
 
 
-def store_pages(table: Tensor, kept: Tensor, kv_heads: int) -> Tensor:
-    """``[rows, kv_heads, columns]`` int32: where a store of the heads ``kept`` (int64, ascending) has each head's page
-    of the host pages ``table`` ``[rows, columns]``; for heads that it does not have it means nothing."""
-    is_kept = (torch.arange(kv_heads, device=kept.device)[:, None] == kept).any(1)
-    return table[:, None] * len(kept) + (is_kept.cumsum(0, dtype=torch.int32) - 1)[:, None]
+def store_pages(table: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+    """Return the head pages ``[rows, kv_heads, columns]`` int32 of a `ResidentHeads` store that copy host pages.
+
+    ``table`` has the host pages, ``[rows, columns]`` int32; ``heads`` the KV heads in the store, int64 ascending. The
+    entries of KV heads that are not in the store are undefined.
+    """
+    is_stored = (torch.arange(kv_heads, device=heads.device)[:, None] == heads).any(1)
+    return table[:, None] * len(heads) + (is_stored.cumsum(0, dtype=torch.int32) - 1)[:, None]
 
 
 def resident_bytes(heads: Mapping[int, tuple[int, ...]], model: ModelSpec, page_size: int, pages: int) -> int:
-    """What `ResidentHeads` allocates over a host pool of ``pages`` pages."""
+    """Return the bytes that `ResidentHeads` allocates for a host pool of ``pages`` pages."""
     return sum(map(len, heads.values())) * pages * model.kv_format(page_size).with_heads(1).page_bytes

@@ -1,4 +1,4 @@
-"""The complete KV cache in host memory: the engine's own block pool, page by page."""
+"""Host pool: the engine's own KV blocks in host memory, which hold the complete KV cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hybrid_backend.kernels.kv_format import KvFormat
 
 
 class HostPool:
-    """Per-layer views of the engine's KV memory.
+    """Views of the engine's KV memory, one per layer, in the layout of `KvFormat`. Page ids are the engine's block ids.
 
-    A layer has the layout of `KvFormat`. Page ids are the engine's block ids. ``layers``: as the host sees them;
-    ``views``: as the device tier does.
+    Attributes:
+        layers: tensors with the host's addresses.
+        views: tensors of the same memory with the device tier's addresses.
     """
 
     def __init__(self, layers: Sequence[Tensor], views: Sequence[Tensor] = ()) -> None:
@@ -29,18 +30,20 @@ class HostPool:
 
     @property
     def pages(self) -> int:
-        """In each layer; layers that are not in the pool have none."""
+        """Number of pages in each layer. A layer that is not in the pool has no pages."""
         return max(layer.shape[0] for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Layers may lie in the same memory."""
+        """Bytes of the host pool. Memory that several layers share is counted once."""
         sizes: dict[int, int] = {}
         for layer in self.layers:
             sizes[layer.data_ptr()] = max(sizes.get(layer.data_ptr(), 0), layer.nbytes)
         return sum(sizes.values())
 
     def blocks(self, layer: int) -> Tensor:
-        """``[pages * kv_heads * 2, page_size, head_dim]``: row ``(page * kv_heads + head) * 2 + (0 K | 1 V)``; as the
-        device tier sees it."""
+        """Return the layer's device view as ``[pages * kv_heads * 2, page_size, head_dim]``.
+
+        Index ``(page * kv_heads + head) * 2`` of the first dimension holds K of that page and head; the next one V.
+        """
         return self._blocks[layer]

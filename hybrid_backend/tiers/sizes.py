@@ -1,7 +1,7 @@
-"""All sizes: of frames, digests, staging buffers, and of what a decode step keeps on the device tier.
+"""Sizes of frames, digests, staging buffers and of the other tensors of a decode step on the device tier.
 
-The planner, the allocators and the start-up checks use this module, so that what is planned is what is allocated. It
-allocates nothing and needs neither Triton nor an engine.
+The planner, the allocators and the start-up checks all use this module, so that planned and allocated sizes agree. The
+module allocates nothing and needs neither Triton nor an engine.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from hybrid_backend.tiers.state import StepState, sample_boxes
 
 @dataclass(frozen=True)
 class TierLayout:
-    """What a method needs beside the host pool.
+    """Memory that a method needs in addition to the host pool.
 
-    ``separate``: the device tier holds copies; else it is the host itself and reads pages in place.
-    ``frames_per_request``: pages of each layer that a running request may have on the device tier; 0: none are copied.
-    ``layer_frames``: of layers that have more.
-    ``staging_tokens``: tokens of all KV heads that each of the two staging buffers holds. Separate tiers have them,
-    because prompts attend their cached prefix through them.
-    ``whole_layers``: layers that lie on the device tier whole, for every page of the host pool, and have no frames.
-    ``context_caches``: layers that leave tokens out keep those that they attend in a context cache.
-    ``shares_frames``: requests are on the device tier whole or not at all, and share all frames: ``device_pages`` of
-    them, 0: ``frames_per_request`` for each request. Without separate tiers they are a number that is kept to. A
-    request comes back to the device while this is then at most ``swap_in`` full.
-    ``recalls``: pages are copied into frames while a request decodes.
+    Attributes:
+        separate: the device tier has memory of its own; false if the device tier is the host pool, attended in place.
+        frames_per_request: frames of a running request in each layer; 0 for a method without frames.
+        layer_frames: frames per request of the layers that have more than ``frames_per_request``.
+        digests: format of the digests; None for a method without digests.
+        staging_tokens: tokens of all KV heads that each of the two staging buffers holds. If the tiers are separate,
+            prompt chunks attend their cached prefix through the staging buffers.
+        whole_layers: layers that have every page of the host pool on the device tier, and so have no frames.
+        context_caches: layers that are not exact keep the tokens that the CPU attends in a context cache.
+        shares_frames: all requests share the frames, and each request is on the device tier whole or not at all.
+        device_pages: number of shared frames per layer; 0 for ``max_requests * frames_per_request``. If the tiers are
+            not separate, the number limits the requests of the device, and no frames are allocated.
+        swap_in: largest share of the shared frames that is in use after a request has returned to the device.
+        recalls: pages are copied into frames while a request decodes.
     """
 
     separate: bool
@@ -50,49 +53,51 @@ class TierLayout:
     recalls: bool = False
 
     def shared_pages(self, max_requests: int) -> int:
-        """Pages of one layer that all requests together may have on the device tier, where they share frames."""
+        """Return the shared frames of one layer; meaningful if ``shares_frames`` is true."""
         return self.device_pages or max_requests * self.frames_per_request
 
     def frames(self, max_requests: int, layer: int | None = None) -> int:
-        """Of one layer; None: of those that have the fewest."""
+        """Return the frames of all requests in a layer; None for a layer that is not in ``layer_frames``."""
         if self.shares_frames:
             return self.shared_pages(max_requests) if self.separate else 0
-        given = self.frames_per_request
-        return max_requests * (given if layer is None else self.layer_frames.get(layer, given))
+        default = self.frames_per_request
+        return max_requests * (default if layer is None else self.layer_frames.get(layer, default))
 
     def frames_of(self, max_requests: int) -> int:
-        """Frames of a request, in the layers that have the fewest; where they are shared, on average and rounded up."""
+        """Return the frames of a request in a layer that is not in ``layer_frames``; a rounded-up mean if shared."""
         return -(-self.frames(max_requests) // max_requests)
 
     def full_layers(self, model: ModelSpec) -> list[int]:
-        """Layers with full attention: the only ones that tiers are for."""
+        """Return the layers with full attention. Layers with a sliding window use no tiers."""
         return [layer for layer in range(model.num_layers) if model.window(layer) is None]
 
     def framed_layers(self, model: ModelSpec) -> list[int]:
-        """Layers whose pages take turns on the device tier; the CPU workers may attend what it lacks."""
+        """Return the layers with frames. The CPU workers may attend the pages of these layers that are not resident."""
         return [layer for layer in self.full_layers(model) if layer not in self.whole_layers]
 
     def digest_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
+        """Return the layers with digests: those with full attention that are not exact."""
         if self.digests is None:
             return []
         return [layer for layer in self.full_layers(model) if not config.is_exact(layer)]
 
     def selecting_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
-        """Layers that attend a budget of pages."""
+        """Return the layers that have frames and attend a budget of pages."""
         with_digests = self.digest_layers(config, model)
         return [layer for layer in self.framed_layers(model) if layer in with_digests]
 
     def cached_layers(self, config: HybridConfig, model: ModelSpec) -> list[int]:
+        """Return the layers with context caches."""
         if not self.context_caches or config.sparse == "never":
             return []
         return [layer for layer in self.full_layers(model) if not config.is_exact(layer)]
 
     def buffer_tokens(self, page_size: int, pages: int) -> int:
-        """Tokens of a staging buffer over a host pool of so many pages; 0 where there is none."""
+        """Return the tokens of a staging buffer for a host pool of ``pages`` pages; 0 if the tiers are not separate."""
         return min(self.staging_tokens, pages * page_size) if self.separate else 0
 
     def memory(self, config: HybridConfig, model: ModelSpec, pages: int, max_requests: int) -> TierBytes:
-        """What `Tiers.build` allocates over a host pool of ``pages`` pages."""
+        """Return the sizes of the tensors that `Tiers.build` allocates for a host pool of ``pages`` pages."""
         kv, with_digests = model.kv_format(config.page_size), len(self.digest_layers(config, model))
         digests = 0
         if self.digests is not None:
@@ -106,7 +111,7 @@ class TierLayout:
 
 @dataclass(frozen=True)
 class TierBytes:
-    """Bytes of the tiers beside the host pool. They are device memory where the tiers are ``separate``."""
+    """Bytes of the tiers, without the host pool: device memory if the tiers are ``separate``, else host memory."""
 
     separate: bool
     digests: int
@@ -120,37 +125,37 @@ class TierBytes:
 
 
 def pages_of_a_sequence(config: HybridConfig, model: ModelSpec, pages: int) -> int:
-    """Pages of a sequence at most, over a host pool of ``pages`` pages."""
+    """Return the most pages that a sequence can have with a host pool of ``pages`` pages."""
     return pages if model.max_tokens is None else min(pages, -(-model.max_tokens // config.page_size))
 
 
 def staging_shape(kv: KvFormat, tokens: int) -> tuple[int, ...]:
-    """Shape of both staging buffers, each of which holds head pages for ``tokens`` tokens of all KV heads."""
+    """Return the shape of both staging buffers. Each buffer has head pages for ``tokens`` tokens of all KV heads."""
     return (2, *kv.with_heads(1).shape(tokens // kv.page_size * kv.kv_heads))
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What all decode steps have in common, fixed when a graph is captured."""
+    """Sizes that all decode steps share, and that are fixed when a CUDA graph is captured."""
 
-    rows: int  # of a step, at most
-    columns: int  # pages of a sequence, at most
-    frames: int  # of a request; 0: the device tier reads the host pool itself
-    most_frames: int  # the same, in the layer that has most
-    budget: int  # pages that a layer attends of a row under pressure, to begin with, at most
-    least_budget: int  # the same at least: layers may have budgets of their own
-    are_alike: bool  # they do not
-    most_budget: int  # pages that a row's budget may grow to: what frames hold, so that the device tier attends most
-    promises: bool  # the budget follows what is sampled (`config.quality`): a row may come to attend all of its pages
+    rows: int  # most rows of a step
+    columns: int  # most pages of a sequence
+    frames: int  # frames of a request in most layers (`TierLayout.frames_of`); 0: the device tier is the host pool
+    max_frames: int  # frames of a request in the layer that has the most frames
+    budget: int  # largest configured budget of a layer, in pages
+    min_budget: int  # smallest configured budget of a layer, in pages
+    has_equal_budgets: bool  # all layers have the same budget
+    max_budget: int  # pages to which a row's budget may grow: what its frames hold, so that most pages are resident
+    has_promise: bool  # budgets follow the sampled attention mass (`config.quality`), up to all pages of a row
     lists: int  # selections of a row in a layer with digests: 1, or one per KV head
-    recalls: int  # pages that a row recalls in one layer and step, at most
+    recalls: int  # most pages that a row recalls in one layer and step
 
     @property
-    def most(self) -> int:
-        """Pages that a list of a layer with digests may hold."""
-        if not self.frames or self.promises:
+    def max_list_pages(self) -> int:
+        """Most pages that one list of a layer with digests may have."""
+        if not self.frames or self.has_promise:
             return self.columns
-        return min(self.columns, max(self.budget, self.most_frames))
+        return min(self.columns, max(self.budget, self.max_frames))
 
     @classmethod
     def of(
@@ -162,48 +167,48 @@ class StepShape:
         max_requests: int,
         factors: Collection[float] = (),
     ) -> StepShape:
-        """Return the shape over a host pool of ``pages`` pages.
+        """Return the sizes for a host pool of ``pages`` pages.
 
-        ``factors``: budgets of the selecting layers relative to their mean, if they differ (`layer_factors`).
+        ``factors`` are the budgets of the selecting layers relative to the mean budget; empty if all are equal.
         """
         columns = pages_of_a_sequence(config, model, pages)
         lists = model.num_kv_heads if config.selection.granularity == "kv_head" else 1
-        frames, promises = layout.frames_of(max_requests), bool(config.quality.promise)
+        frames, has_promise = layout.frames_of(max_requests), bool(config.quality.promise)
         mean = columns if config.sparse == "never" else config.budget_pages
-        budgets = [round(mean * each) for each in factors or [1]]
-        most_frames = max([frames, *layout.layer_frames.values()])
+        budgets = [round(mean * factor) for factor in factors or [1]]
+        max_frames = max([frames, *layout.layer_frames.values()])
         return cls(
             rows=max_requests,
             columns=columns,
             frames=frames,
-            most_frames=most_frames,
+            max_frames=max_frames,
             budget=max(budgets),
-            least_budget=min(budgets),
-            are_alike=not factors,
-            most_budget=max(mean, frames) if frames else columns,
+            min_budget=min(budgets),
+            has_equal_budgets=not factors,
+            max_budget=max(mean, frames) if frames else columns,
             lists=lists,
-            promises=promises,
-            recalls=most_frames if layout.recalls else 0,  # a request may ask for a budget of as many pages
+            has_promise=has_promise,
+            recalls=max_frames if layout.recalls else 0,  # A request may set a budget of so many pages.
         )
 
-    def listed(self, has_digests: bool) -> tuple[int, int]:
-        """``(lists, pages of each, at most)`` of a row in one layer; without digests a layer attends every page."""
-        return (self.lists, self.most) if has_digests else (1, self.columns)
+    def list_shape(self, has_digests: bool) -> tuple[int, int]:
+        """Return ``(lists, most pages of a list)`` of a row in a layer. A layer without digests attends every page."""
+        return (self.lists, self.max_list_pages) if has_digests else (1, self.columns)
 
     def state_bytes(self, layers: int) -> int:
-        """What `StepState.make` allocates."""
-        meta, budgets = torch.device("meta"), 0 if self.are_alike else layers
-        return StepState.make(self.rows, self.columns, self.most_frames, self.recalls, layers, meta, budgets).nbytes
+        """Return the bytes that `StepState.make` allocates for so many layers."""
+        meta, budgets = torch.device("meta"), 0 if self.has_equal_budgets else layers
+        return StepState.make(self.rows, self.columns, self.max_frames, self.recalls, layers, meta, budgets).nbytes
 
     def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
-        """Pinned host memory through which a GPU asks the CPU workers, of all layers of which they may have a part."""
+        """Return the bytes of pinned host memory through which a GPU sends requests to the CPU workers, all layers."""
         with_digests, cached = layout.digest_layers(config, model), layout.cached_layers(config, model)
         vector = model.num_heads, model.head_dim, model.dtype.itemsize
-        asked = [layer for layer in layout.framed_layers(model) if layer not in cached]
-        # What a context cache holds is listed there.
-        lists = [(0, 0)] * len(cached) + [self.listed(layer in with_digests) for layer in asked]
+        paged = [layer for layer in layout.framed_layers(model) if layer not in cached]
+        # A request to a layer with context caches names no pages, because the cache has the token lists.
+        lists = [(0, 0)] * len(cached) + [self.list_shape(layer in with_digests) for layer in paged]
         return mailbox_bytes(self.rows, lists, *vector)
 
     def sample_bytes(self, model: ModelSpec, layers: int) -> int:
-        """Pinned host memory through which a GPU hands the samples of so many layers over."""
-        return sample_boxes(model, layers, self.rows, self.columns, *self.listed(True), device="meta").nbytes
+        """Return the bytes of pinned host memory to which a GPU writes the samples of so many layers."""
+        return sample_boxes(model, layers, self.rows, self.columns, *self.list_shape(True), device="meta").nbytes

@@ -1,5 +1,4 @@
-"""What decode steps keep on the device tier beside frames and digests: a step's inputs, the residency maps,
-counters."""
+"""Tensors of decode steps on the device tier, other than frames and digests: inputs, residency maps and counters."""
 
 from __future__ import annotations
 
@@ -14,46 +13,50 @@ from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What changes from step to step, one entry per row. A row of padding has ``num_pages`` 0 and ``pages`` -1."""
+    """Inputs of a decode step, one entry per row. A padding row has ``num_pages`` 0 and ``pages`` -1."""
 
-    table: Tensor  # [rows, columns] int32 host pages
-    num_pages: Tensor  # [rows] int32
-    seq_lens: Tensor  # [rows] int32 tokens, with this step's
-    positions: Tensor  # [rows] int32 of this step's token
-    pages: Tensor  # [rows] int32 host page of this step's token
-    requests: Tensor  # [rows] int32 index of the row's request (`FramePool`)
-    generations: Tensor  # [rows] int32, of the indices when the host opened the step
+    table: Tensor  # [rows, columns] int32 block table: host page ids
+    num_pages: Tensor  # [rows] int32 pages of the sequence
+    seq_lens: Tensor  # [rows] int32 tokens of the sequence, the new token included
+    positions: Tensor  # [rows] int32 position of the new token
+    pages: Tensor  # [rows] int32 host page of the new token
+    requests: Tensor  # [rows] int32 request index (`FramePool.index`)
+    generations: Tensor  # [rows] int32 generation of the request index at the start of the step
     budgets: Tensor  # [rows] int32 pages that a layer with digests may attend
-    ages: Tensor  # [rows] int32 decode steps that the request has run before
-    number: Tensor  # [1] int32, grows by one per step
-    layer_budgets: Tensor  # [layers, rows] int32 pages, where layers have budgets of their own; else [0, rows]
-    sampled: Tensor  # [layers] int32 row of which the layer is sampled in this step, plus 1; 0: it is not
-    small: Tensor  # all of the above but table and pages, one after the other, so that one copy writes them
+    ages: Tensor  # [rows] int32 decode steps that the request has run before this one
+    number: Tensor  # [1] int32 number of the step, increased by 1 per step
+    layer_budgets: Tensor  # [layers, rows] int32 budgets of each layer in pages; [0, rows] if all layers use `budgets`
+    sampled: Tensor  # [layers] int32: 1 + the row that the layer samples in this step; 0: the layer is not sampled
+    small: Tensor  # all inputs except `table` and `pages` in one tensor, so that one copy writes them
 
     PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages")
 
     @classmethod
     def zeros(cls, rows: int, columns: int, layers: int, budgets: int, device: torch.device) -> StepInputs:
-        """``layers``: that may be sampled; ``budgets``: layers that have budgets of their own."""
+        """Allocate the inputs of ``rows`` rows and ``columns`` pages per row, all 0.
+
+        ``layers`` is the length of `sampled`; ``budgets`` is the number of layers in `layer_budgets`.
+        """
         count = len(cls.PER_ROW)
         table, pages, small = (
             torch.zeros(shape, dtype=torch.int32, device=device)
             for shape in ((rows, columns), (rows,), ((count + budgets) * rows + layers + 1,))
         )
-        by_row, sampled, number = cls.parts(small, rows, layers)
-        named = {name: by_row[at] for at, name in enumerate(cls.PER_ROW)}
+        by_row, sampled, number = cls.split_small(small, rows, layers)
+        per_row = {name: by_row[index] for index, name in enumerate(cls.PER_ROW)}
         return cls(
-            table=table, pages=pages, number=number, layer_budgets=by_row[count:], sampled=sampled, small=small, **named
+            table=table, pages=pages, number=number, layer_budgets=by_row[count:], sampled=sampled, small=small,
+            **per_row,
         )  # fmt: skip
 
     @classmethod
-    def parts(cls, small: Tensor, rows: int, layers: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `small`, here or on the host: ``([PER_ROW and layer_budgets, rows], sampled [layers], number [1])``."""
+    def split_small(cls, small: Tensor, rows: int, layers: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `small` or a tensor of its shape into views: `PER_ROW` with `layer_budgets`; `sampled`; `number`."""
         by_row, sampled, number = small.split([len(small) - layers - 1, layers, 1])
         return by_row.view(-1, rows), sampled, number
 
     def first(self, rows: int) -> StepInputs:
-        """Of a step that has fewer rows."""
+        """Return views of the first ``rows`` rows, for a step with fewer rows."""
         per_row = {name: getattr(self, name)[:rows] for name in ("table", "pages", *self.PER_ROW)}
         per_row["layer_budgets"] = self.layer_budgets[:, :rows]
         return self if rows == len(self.num_pages) else replace(self, **per_row)
@@ -65,23 +68,26 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepState:
-    """Fixed buffers that the operations of all steps work on."""
+    """Buffers of the operations, at fixed addresses, because CUDA graphs are captured with them."""
 
     inputs: StepInputs
     maps: Maps
     copies: Copies
-    equal_scores: Tensor  # [rows, 1, columns] fp32 zeros, of layers that attend every page
-    keep: Tensor  # [2, rows, frames] int32, scratch of `plan_recall`, of layers in turn: two may run side by side
-    empty: Tensor  # [layers, frames] fp32 importance of a request's frames while nobody has them
-    counters: Tensor  # [layers, COUNTERS] int64
-    arrived: Tensor  # [layers] int32 zeros, scratch of `take_sample`
+    equal_scores: Tensor  # [rows, 1, columns] fp32 zeros: page scores of layers that attend every page
+    keep: Tensor  # [2, rows, frames] int32 scratch of `plan_recall`: layers alternate, because two may run in parallel
+    empty: Tensor  # [layers, frames] fp32 importance of the frames of a request index that no request has
+    counters: Tensor  # [layers, len(Counters._fields)] int64
+    arrived: Tensor  # [layers] int32 zeros: scratch of `take_sample`
 
     @classmethod
     def make(
         cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device, budgets: int = 0
     ) -> StepState:
-        """``rows`` requests run at once; ``frames`` of each, 0: none. ``budgets``: layers that have budgets of their
-        own. On ``meta``, to learn its size."""
+        """Allocate the buffers. Device ``meta`` allocates nothing and gives the size.
+
+        ``rows``, ``columns``, ``frames`` (as `max_frames`) and ``recalls`` are those of `StepShape`; ``budgets`` is the
+        number of layers in `StepInputs.layer_budgets`.
+        """
         planned, mapped = (layers, rows, recalls), columns if frames else 0
 
         def ints(shape: tuple[int, ...], value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -114,20 +120,22 @@ class StepState:
 
 
 def sample_boxes(
-    model: ModelSpec, layers: int, rows: int, columns: int, lists: int, most: int, device: str = "cpu",
+    model: ModelSpec, layers: int, rows: int, columns: int, lists: int, list_pages: int, device: str = "cpu",
     pin: bool = False,
 ) -> Sample:  # fmt: skip
-    """Where ``layers`` layers hand their samples over: of steps of ``rows`` rows and sequences of ``columns`` pages, of
-    which a layer selects ``lists`` lists of at most ``most``. On ``meta``, to learn their size."""
+    """Allocate the memory to which layers write their samples. Device ``meta`` allocates nothing and gives the size.
 
-    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    A layer has up to ``lists`` selections of up to ``list_pages`` pages per row.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(layers, *shape, dtype=dtype, device=device, pin_memory=pin)
 
     return Sample(
-        q=made(model.num_heads, model.head_dim, dtype=model.dtype),
-        table=made(columns),
-        pages=made(lists, most),
-        listed=made(lists),
-        cosines=made(rows, model.num_heads, dtype=torch.float32),
-        number=made(1),
+        q=zeros(model.num_heads, model.head_dim, dtype=model.dtype),
+        table=zeros(columns),
+        pages=zeros(lists, list_pages),
+        listed=zeros(lists),
+        cosines=zeros(rows, model.num_heads, dtype=torch.float32),
+        number=zeros(1),
     )

@@ -1,4 +1,4 @@
-"""Counts as messages write them."""
+"""Format of counts in messages, such as "1 layer" and "2 layers"."""
 
 from __future__ import annotations
 

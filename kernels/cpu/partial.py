@@ -240,7 +240,7 @@ class Pool:
         if not self._handle:
             raise WorkerError(f"native CPU pool: {lib.failure()}")
         self._lock = threading.Lock()
-        self._templates: dict[int, _Template] = {}  # by the identity of a living layer; guarded by the lock
+        self._templates: dict[int, _Template] = {}  # Keyed by `id` of the layer's tensor; guarded by the lock.
         self._buried: deque[tuple[int, tuple[Tensor, ...]]] = deque()
 
     @property

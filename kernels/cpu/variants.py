@@ -288,7 +288,7 @@ def choose(variants: Variants, cpu: CpuModel, value: str, library: Path, folder:
 def _representative(case: Case) -> Case:
     """Return the case whose measurement stands for this one, so that nothing is measured that makes no difference."""
     if case.operation == "prompt":
-        return case._replace(group=4)  # A block has as many rows for every group.
+        return case._replace(group=4)  # The work per block does not depend on the group size.
     if case.operation == "shares":
         return case._replace(dtype="bfloat16", head_dim=64, group=4)
     if case.operation == "weights":

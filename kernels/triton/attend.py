@@ -168,7 +168,7 @@ def _merge_kernel(out, lse, extra_out, extra_lse, sinks, merged, merged_lse, hea
         # An empty partial is not read, which saves bandwidth of the bus.
         inside = d < tl.where(extra == float("-inf"), 0, DIM)
         result += weight * tl.load(extra_out + item * DIM + d, mask=inside, other=0.0).to(tl.float32)
-    if HAS_SINKS:  # a key without a value
+    if HAS_SINKS:  # An attention sink is a key without a value.
         total += tl.exp(sink - base)
     some = total > 0
     result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)

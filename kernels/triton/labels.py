@@ -46,7 +46,7 @@ def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, 
         odd = tl.sum((similar != similar).to(tl.int32), 0)
         hit = (similarity >= threshold) & (odd == 0) & (tl.sum(of_label, 0) != 0)
         miss += 1 - hit.to(tl.int32)
-        tl.debug_barrier()  # warps share elements: all have read the label before one overwrites it
+        tl.debug_barrier()  # All warps must have read the label before one overwrites it.
         if miss > 0:
             tl.store(label_rows, query, mask=inside)
         if counters is not None:

@@ -34,10 +34,10 @@ def _ask_rows_kernel(box_q, box_ids, box_counts, box_layer, asked_flags, q, tabl
             mask = first + i < tl.minimum(pages, CAPACITY)
             page = tl.load(table + row * table_stride + first + i, mask=mask)
             tl.store(box_ids + request * CAPACITY + first + i, page, mask=mask)
-        tl.store(box_counts + request, pages)  # the workers refuse more pages than the box has room for
+        tl.store(box_counts + request, pages)  # The workers refuse a count above the mailbox's capacity.
         tl.store(box_layer + request, position)
         number = tl.load(numbers + request) + 1
-        tl.debug_barrier()  # all threads have written, and have read the number, before it changes
+        tl.debug_barrier()  # All threads must have read the number before one overwrites it.
         tl.store(numbers + request, number)
         raise_flag(asked_flags + request * LINE, number, REAL)
 

@@ -28,7 +28,7 @@ def _open_kernel(frame_of, page_of, importance, requests, pages, positions, sink
         request, page = tl.load(requests + row).to(tl.int64), position // PAGE
         own_frames = frame_of + (layer * count + request) * columns
         entry = own_frames + page
-        if tl.load(entry) < 0:  # otherwise a step that failed has opened the page
+        if tl.load(entry) < 0:  # If the page has a frame, a failed step has opened the page before.
             s = tl.arange(0, BLOCK)
             first = layer * size * count
             score = tl.load(importance + first + s * count + request, mask=s < size, other=float("inf"))

@@ -50,7 +50,7 @@ def _sample_kernel(q, predicted, is_predicted, pages, listed, table, num_pages, 
                     inside = first + i < count
                     page = tl.load(pages + start + first + i, mask=inside)
                     tl.store(box_pages + listing * k + first + i, page, mask=inside)
-        tl.debug_barrier()  # all threads have written before the program counts itself
+        tl.debug_barrier()  # All threads must have written before the program adds itself to `arrived`.
         # The last program raises the flag, when everything is written.
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
         if before == programs - 1:

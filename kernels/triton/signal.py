@@ -50,7 +50,7 @@ def _ask_kernel(asked_flag, number, q, box, arrived, listed, counters, lists, el
     i = program * BLOCK + tl.arange(0, BLOCK)
     inside = i < elements
     tl.store(box + i, tl.load(q + (i // WIDTH).to(tl.int64) * stride + i % WIDTH, mask=inside), mask=inside)
-    tl.debug_barrier()  # all threads have written before the program counts itself
+    tl.debug_barrier()  # All threads must have written the query before the program adds itself to `arrived`.
     # The last program raises the flag, when the whole query is written.
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
     if before == programs - 1:

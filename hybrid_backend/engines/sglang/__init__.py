@@ -3,4 +3,4 @@
 BACKEND = "hybrid"
 """Name of our attention backend."""
 OWN_BACKEND = "use SGLang's own attention backend for this model (`sglang serve`)"
-"""The way out, in errors."""
+"""Advice in error messages: how to serve without this plugin."""

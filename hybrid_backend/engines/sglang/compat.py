@@ -14,7 +14,7 @@ from hybrid_backend.engines.sglang.upstream import PLUGIN, SYMBOLS
 from hybrid_backend.engines.upstream import Engine, Range
 
 LOCKED = "0.5.23"
-"""The version that `make` installs."""
+"""Version of SGLang that `make` installs."""
 SGLANG = Engine(
     "SGLang",
     "sglang",
@@ -33,10 +33,10 @@ def installed() -> str | None:
 
 
 def check_engine(*, warns: bool = False) -> None:
-    """Refuse the installed version if need be, in every process that uses it.
+    """Refuse the installed version of SGLang if it lacks something that the adapter uses.
 
     Args:
-        warns: warn of a version that was not tested, in the process that reads the user's flags.
+        warns: also warn of a version that was not tested.
 
     Raises:
         EngineError: something that the adapter uses is missing.

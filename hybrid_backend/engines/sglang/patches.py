@@ -57,7 +57,7 @@ _HOOKS: Mapping[str, tuple[Callable[..., Any], str]] = {
     f"{_CACHE}.memory_pool.ReqToTokenPool.free_rows": (_rows_freed, "AFTER"),
     f"{_CACHE}.memory_pool.ReqToTokenPool.clear": (_all_freed, "AFTER"),
 }
-"""Hooks in every process, and their kinds."""
+"""Functions of SGLang that are hooked in every process, with the kind of each hook."""
 
 
 async def _serve_on(

@@ -24,7 +24,7 @@ def register() -> None:
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_create)
-    if not compat.SGLANG.missing(compat.installed()):  # Otherwise the backend says what is missing.
+    if not compat.SGLANG.missing(compat.installed()):  # If not, the backend's check reports what is missing.
         patches.register()
 
 

@@ -31,7 +31,7 @@ class HostTokenPool(MHATokenToKVPool):
         self.pages = [torch.zeros(shape, dtype=kv.dtype, device="cpu") for _ in range(self.layer_num)]
         self.k_buffer = [page[:, :, 0] for page in self.pages]
         self.v_buffer = [page[:, :, 1] for page in self.pages]
-        self._kv_buffer_descs: list[Any] = []  # For PD transfer, which is refused.
+        self._kv_buffer_descs: list[Any] = []  # SGLang reads it for PD transfer, which this pool refuses.
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise EngineError(

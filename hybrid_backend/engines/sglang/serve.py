@@ -138,5 +138,5 @@ def _prepare(arguments: Sequence[str]) -> Any:
         server_args = prepare_server_args(list(arguments))
         server_args.resolve_once()
         refuse_other_backend(chosen(server_args), "sglang serve")
-        copy.deepcopy(server_args).check_server_args()  # SGLang checks again when it starts, with a traceback.
+        copy.deepcopy(server_args).check_server_args()  # SGLang's own check at start would print a traceback.
     return server_args

@@ -51,5 +51,5 @@ async def _end_when_idle(server: ServerProcess, original: Callable[[Any], Awaita
     is_forced = bool(os.environ.get("SGL_FORCE_SHUTDOWN"))
     while manager.rid_to_state and not is_forced and manager.server_status.value != "UnHealthy":
         await asyncio.sleep(_POLL_SECONDS)
-    server.expect_ends()  # SGLang kills the detokenizer in an orderly end too.
+    server.expect_ends()  # SGLang kills the detokenizer even in a graceful shutdown.
     await original(manager)

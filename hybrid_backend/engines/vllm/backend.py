@@ -57,7 +57,7 @@ class HybridBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Return an empty list, which means any size."""
+        """Return an empty list, with which vLLM accepts any head_dim."""
         return []
 
     @classmethod

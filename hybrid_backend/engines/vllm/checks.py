@@ -92,13 +92,13 @@ class Start:
         """Tell whether a connector writes pages without telling the runtime (`HybridRuntime.imported`)."""
         if self.transfer is None or self.takes_stock_pages:
             return False
-        # A late import: the factory asks for the platform, which is being made when this module is imported.
+        # The import is late, because the factory needs vLLM's platform, which imports this module when it is created.
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         try:
             kind = KVConnectorFactory.get_connector_class(self.transfer)
         except (ValueError, ImportError, AttributeError):
-            return True  # The engine says what is wrong with it.
+            return True  # vLLM reports the error in the connector's settings.
         return not getattr(kind, "updates_digests", False)
 
     @property
@@ -287,7 +287,7 @@ def _check_transfer(start: Start, page_size: int) -> None:
             f"page_size: {page_size} does not go with --kv-transfer-config: the prefill server's blocks must be equal, "
             f"and are multiples of {STOCK_BLOCK}; set page_size: {STOCK_BLOCK} here, --block-size {STOCK_BLOCK} there"
         )
-    # A late import, as above.
+    # The import is late, because vLLM's platform imports this module when it is created.
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     if start.model.get_head_size() not in CPUAttentionBackend.get_supported_head_sizes():

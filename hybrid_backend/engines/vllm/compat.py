@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 LOCKED = "0.32.0"
-"""The version that `make` installs."""
+"""Version of vLLM that `make` installs."""
 VLLM = Engine(
     "vLLM",
     "vllm",

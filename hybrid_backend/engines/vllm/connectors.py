@@ -73,7 +73,7 @@ class ExampleConnector(Importing, _Example):
         try:
             super().start_load_kv(forward_context, **kwargs)
         except (OSError, RuntimeError, IndexError, SafetensorError) as error:
-            # The prefill server is still writing, or has other blocks. vLLM's own connector would end the engine.
+            # The prefill server may still be writing the files, or its blocks may differ. An exception would end vLLM.
             _logger.error("KV of %d pages could not be read from %s: %s", len(pages), self._storage_path, error)
             self._unread.update(pages.tolist())
             return

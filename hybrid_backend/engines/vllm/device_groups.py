@@ -97,7 +97,7 @@ class _OwnPool(SingleTypeKVCacheManager):
     """Mixin for a manager that takes its blocks from a pool of its own."""
 
     def __init__(self, kv_cache_spec: DeviceWindowSpec | DeviceStateSpec, block_pool: BlockPool, **kwargs: Any) -> None:
-        # The pool has no events, which would be taken for events of the host pool's blocks with the same ids.
+        # The pool publishes no KV events, because vLLM would take its block ids for those of the host pool.
         own = BlockPool(kv_cache_spec.pool_blocks, kwargs["enable_caching"], block_pool.hash_block_size)
         super().__init__(kv_cache_spec, block_pool=own, **kwargs)
         self._shared = block_pool

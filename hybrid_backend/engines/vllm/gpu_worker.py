@@ -63,7 +63,8 @@ class HybridGPUWorker(HybridWorker, Worker):
             return super().compile_or_warm_up_model()
         self.is_warming_up = True
         try:
-            warm_up(self.session.runtime, NULL_PAGE)  # Afterwards vLLM begins to warn of late compilation.
+            # Must precede vLLM's own warm-up, after which vLLM warns of each compilation.
+            warm_up(self.session.runtime, NULL_PAGE)
             times = super().compile_or_warm_up_model()
             self.session.runtime.forget_counts()
             return times
@@ -101,7 +102,8 @@ class HybridGPUWorker(HybridWorker, Worker):
     def _host_pool(self, nbytes: int) -> Tensor:
         """Allocate the host pool, and return it as a tensor of the device."""
         if self.memory is not None:
-            return self.device_view[:nbytes]  # vLLM allocates once more, for an estimate.
+            # vLLM allocates the KV cache twice, once only to estimate memory.
+            return self.device_view[:nbytes]
         numa = self.hybrid_config.workers.numa
         node = node_of_gpu(self.device) if numa == "auto" else int(numa)
         with _progress(nbytes, f"pinning the host pool of rank {self.rank}") as advance:

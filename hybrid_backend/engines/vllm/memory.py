@@ -53,7 +53,7 @@ def room_of(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, system:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     engines = max(1, parallel.data_parallel_size_local)
     ranks = parallel.local_world_size * engines
-    if not on_cpu:  # The weights go to the GPUs.
+    if not on_cpu:  # With GPUs the weights take no host memory.
         node = config.workers.numa
         return room(system, [node if isinstance(node, int) else None] * ranks)
     weights, uncached = weights_to_load(

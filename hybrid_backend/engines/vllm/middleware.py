@@ -74,7 +74,7 @@ def _check_body(body: bytearray) -> None:
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return  # The server says what is wrong with its JSON.
+        return  # vLLM answers a request with invalid JSON.
     if not isinstance(request, dict):
         return
     if BUDGET in request:

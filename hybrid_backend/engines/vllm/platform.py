@@ -76,7 +76,7 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
     config = attach_config(vllm_config)
     check_engine(vllm_config)
     if vllm_config.parallel_config.worker_cls == "auto":
-        # The stock platform would put vLLM's own worker into its place.
+        # The stock platform would replace "auto" by vLLM's own worker.
         vllm_config.parallel_config.worker_cls = worker_cls
     cache = vllm_config.cache_config
     if not cache.user_specified_block_size:

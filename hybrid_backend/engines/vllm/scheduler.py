@@ -51,7 +51,7 @@ class Recomputing(Scheduler):
             if not (request.is_finished() or (_is_stale(request) and request.drop_stale_output))
         ]
         bad_blocks = set(output.blocks)
-        # Other requests may have got such a block from the prefix cache since.
+        # Other requests may have received a bad block from the prefix cache in the meantime.
         sharing = [request for request in self.running if bad_blocks.intersection(self._host_blocks(request))]
         victims = {request.request_id: request for request in (*failed, *sharing)}
         self.kv_cache_manager.evict_blocks(bad_blocks)

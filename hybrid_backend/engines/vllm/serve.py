@@ -67,7 +67,7 @@ def check_installation() -> None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
     compat.VLLM.check(
         installed, compat.VLLM.missing(installed)
-    )  # A warning about an untested version comes when it starts.
+    )  # The engine process warns of an untested version, so the result is ignored.
     check_environment()
 
 
@@ -125,9 +125,9 @@ def _serve(arguments: Sequence[str], server: ServerProcess, address: ServerAddre
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Tell whether a record is more than vLLM's error that the engine has ended, in a server that was told to end.
+    """Tell whether a log record is unexpected: any but an EngineDeadError while the server shuts down.
 
-    vLLM's reader of answers may see the end before it is cancelled. `ServerProcess` tells of a crash.
+    vLLM's output reader may see the end of the engine before it is cancelled. `ServerProcess` reports a crash.
     """
     error = record.exc_info[0] if record.exc_info else None
     return not (is_ending() and error is not None and error.__name__ == "EngineDeadError")
@@ -195,7 +195,7 @@ def _listen(parsed: Any, address: ServerAddress) -> tuple[str, socket.socket]:
     """Return vLLM's URL and a socket that listens on it, so that a second server ends before its engine starts."""
     from vllm.entrypoints.launchers.launcher import setup_server
 
-    address.release()  # vLLM binds a socket of its own.
+    address.release()  # vLLM binds its own socket to the address.
     try:
         url, listener = setup_server(parsed, reuse_port=False)
         listener.listen()

@@ -202,7 +202,7 @@ def _full_layer(attentions: Sequence[Any], ours: Sequence[Any]) -> Any:
     """Return a layer with full attention.
 
     Raises:
-        EngineError: there is none, or the layers that are ours have different shapes.
+        EngineError: no layer has full attention, or the layers with our backend have different shapes.
     """
     if not attentions:
         raise EngineError(

@@ -121,7 +121,7 @@ class Apex(WaitingMethod):
         config, model, tiers, shape = self.config, self.model, self.tiers, buffers.shape
         questions: Questions = (
             BoxQuestions(config, model, tiers, workers, shape.columns)
-            if tiers.asks_by_itself
+            if tiers.is_async
             else PoolQuestions(config, model, tiers, workers)
         )
         placement = Placement(tiers.layout.shared_pages(shape.rows), tiers.layout.swap_in)

@@ -67,14 +67,14 @@ class Parking:
         self._slots, self._counts = self._wide[0], self._wide[1:]
         # Inputs of decoder layers per request; padding rows share the last entry. fp32 represents all values of bf16.
         self._saved = torch.zeros(rows + 1, 2, hidden, device=device)
-        # (live, parked) of each row after the last layer, for several steps, because the host may lag behind.
+        # `live` and `parked` of each row after the last layer, for the last STEPS steps, which the host reads late.
         self._ended = torch.zeros(STEPS, rows, 2, dtype=torch.int32, device=device)
         self._published = torch.zeros_like(self._ended, device="cpu")
         if device.type == "cuda":
             self._published = self._published.pin_memory()
         self._asking = self._taking = torch.zeros(0, dtype=torch.bool)
-        self._layer_of: dict[int, int] = {}  # Layer in which a request is parked.
-        self._since: dict[int, float] = {}  # Time at which a request was parked there.
+        self._layer_of: dict[int, int] = {}  # Layer in which each parked request waits.
+        self._since: dict[int, float] = {}  # Time since which each parked request waits.
 
     @property
     def device_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Parking:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory of the questions."""
+        """Bytes of pinned host memory for requests to the CPU workers."""
         return self.questions.host_bytes
 
     @property
@@ -135,9 +135,9 @@ class Parking:
         self._slots.fill_(self._columns.shape[1])
 
     def unfinished(self, number: int, rows: DecodeRows, indices: list[int]) -> list[int]:
-        """Return the rows of step ``number`` that yield no token. Waits for the device.
+        """Return the rows of step ``number`` that yield no token, because they parked. Waits for the device.
 
-        In that step rows could park (`may_park`).
+        Rows must have been allowed to park in that step (`may_park`).
         """
         if self._columns.device.type == "cuda":
             torch.cuda.current_stream().synchronize()

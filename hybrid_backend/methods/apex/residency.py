@@ -34,7 +34,7 @@ class SharedResidency:
         return sum(map(len, self._frames.values()))
 
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Do nothing, because no scores decide."""
+        """Do nothing, because whole requests are admitted whatever their scores."""
 
     def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
         """Return 0: `open` places the request together with the other requests of the step."""

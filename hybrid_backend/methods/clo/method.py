@@ -284,7 +284,7 @@ class Clo(Selective):
         step.copy(layer, host, frames, host_pages, into, is_awaited=True)
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
-        is_fixed = step.is_captured or self.tiers.asks_by_itself  # A graph needs the same launches for all rows.
+        is_fixed = step.is_captured or self.tiers.is_async  # A graph needs the same launches for all rows.
         if layer not in self._row or self.config.sparse == "never" or not (is_fixed or self._is_sparse):
             return self._attend_everything(step, layer, q)
         lists, tiers = self._of(len(q)), self.tiers
@@ -294,7 +294,7 @@ class Clo(Selective):
         if persistent:
             store, places = self._persistent.stores[layer], self._persistent.pages(layer, step.inputs(len(q)).table)
             chosen = self._select(
-                layer, q, lists, places.flatten(0, 1), lists.num_pages * (1 - loads), step.shape.most
+                layer, q, lists, places.flatten(0, 1), lists.num_pages * (1 - loads), step.shape.max_list_pages
             )  # fmt: skip
             self._by_true_query = chosen
             tokens = chosen.tokens * (1 - loads)[:, None]

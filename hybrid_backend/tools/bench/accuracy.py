@@ -148,7 +148,8 @@ def made_prompts(tokenizer: Any, context: int, samples: int) -> Iterator[Prompt]
     from hybrid_backend.tools.profile.divergence import lookup_probes
     from hybrid_backend.tools.profile.texts import default_texts, windows_of
 
-    encode = partial(tokenizer.encode, verbose=False)  # It would warn of texts that are cut into windows here.
+    # A verbose tokenizer warns of texts longer than the model's context.
+    encode = partial(tokenizer.encode, verbose=False)
     for probe in lookup_probes(partial(encode, add_special_tokens=False), context, samples):
         yield Prompt(probe.kind, probe.ids[: probe.compared[0]])
     for window in windows_of(default_texts(), encode, context, samples):
@@ -170,7 +171,7 @@ def read_prompts(file: Path, tokenizer: Any) -> list[Prompt]:
             case {"messages": [_, *_] as messages}:
                 try:
                     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                except Exception as error:  # A template is a program of the model's author.
+                except Exception as error:  # A template is a program of the model's author, and may raise anything.
                     reason = (str(error).splitlines() or [type(error).__name__])[0]
                     raise ConfigError(f"{place}: the model's chat template fails: {reason}") from None
                 ids = tokenizer.encode(text, add_special_tokens=False)

@@ -23,7 +23,7 @@ class Row:
     scale: float = 1.0
 
     def cell(self, figures: Figures) -> str:
-        """Write one endpoint's values."""
+        """Write the measured values of one endpoint."""
         return spread([value * self.scale for value in figures.get(self.key, ())], self.digits)
 
 

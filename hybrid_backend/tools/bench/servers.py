@@ -138,8 +138,8 @@ def running(
 ) -> Iterator[Server]:
     """Run ``command``, which starts a server on ``port``, for the time of the block.
 
-    ``environment`` is added to the own one; an empty value unsets a variable. In the main thread a SIGTERM raises
-    KeyboardInterrupt, as Ctrl-C does, so that the server is stopped.
+    ``environment`` is added to the variables of this process; an empty value unsets a variable. In the main thread a
+    SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that the server is stopped.
 
     Raises:
         BenchError: the server ended, or answers nothing after `START_DEADLINE` seconds; names its log.

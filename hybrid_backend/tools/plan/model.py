@@ -122,7 +122,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # It warns of each retry.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # The library logs a warning for each retry.
     try:
         config = Path(hf_hub_download(model, "config.json"))
         with suppress(EntryNotFoundError, HfHubHTTPError, OSError):  # A model in one file has no index.

@@ -246,7 +246,7 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
 
 
 def _spare(candidate: Candidate, room: MemoryRoom, context: int, batch: int, places: tuple[Place, ...]) -> int:
-    """Return the free bytes of the place that has the fewest."""
+    """Return the free bytes of the device or the host, whichever has fewer."""
     memory = candidate.memory(context, batch)
     return min(room.limit(place) - memory.at(place) for place in places)
 

@@ -38,7 +38,7 @@ def show(plan: Plan, serve: Sequence[str], console: Console) -> None:
     if served is not None:
         words = ["hybrid", "serve", *(serve or [plan.model.name]), *serve_flags(served, plan)]
         blocks.append(Text(_command(words, console.width), style="dim", no_wrap=True, overflow="ignore"))
-    console.print(Group(*blocks), crop=False)  # A path can be longer than a line.
+    console.print(Group(*blocks), crop=False)  # A line with a long path must not be cut.
 
 
 def size(count: float) -> str:
@@ -73,7 +73,7 @@ def _load(plan: Plan) -> str:
 
 
 def _memory(row: Row, place: str) -> str:
-    """List the memory of one place, largest item first."""
+    """List the items in host memory or device memory, largest first."""
     items = sorted((item for item in row.items if item.place == place), key=lambda item: -item.bytes)
     listed = ", ".join(f"{item.name} {_MARK[item.kind]}{size(item.bytes)}" for item in items)
     return f"{row.name}, {place} memory: {listed}" if items else ""

@@ -1,1 +1,1 @@
-"""``hybrid profile MODEL``: what a model's YAML should say, measured (docs/profile.md)."""
+"""Command ``hybrid profile MODEL``: measures a model and writes a configuration for it (docs/profile.md)."""

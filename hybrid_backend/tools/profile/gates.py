@@ -160,7 +160,7 @@ def train(
 
 
 def _warmth(step: int, steps: int) -> float:
-    """Return DuoAttention's factor of the learning rate: it rises from a tenth for a fifth of the steps, and falls."""
+    """Return DuoAttention's learning-rate factor: up from 0.1 in the first fifth of the steps, down in the last."""
     fifth = max(1, steps // 5)
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
 

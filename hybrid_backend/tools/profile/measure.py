@@ -246,7 +246,7 @@ def cpu_ratios(
     none, still = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     for index in range(rows):
         place(maps, index, *decoded.admission)
-    table = requests.new_zeros(rows, pages)  # no page is ever read
+    table = requests.new_zeros(rows, pages)  # Host page ids are irrelevant, because no page is read.
     budgets = torch.full_like(requests, config.budget_pages)
     ratios = torch.zeros(rows, steps)
     for step in range(steps):

@@ -127,7 +127,7 @@ class Network:
 
     @contextmanager
     def attending(self, attend: Attend) -> Iterator[None]:
-        """Let all layers attend by ``attend``."""
+        """Replace the attention of all layers by ``attend`` for the time of the block."""
 
         def attention(
             module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **arguments: Any

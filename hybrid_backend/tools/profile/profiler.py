@@ -141,7 +141,7 @@ def _plan(config: HybridConfig, options: Options, inputs: _Inputs, work: Work) -
     prefill = sum(work.forward(probe.prompt_tokens) for probe in probes)
     windows = {stages.window_title(window): work.window(len(window.ids)) for window in inputs.windows}
     kl = {stages.ALONE: prefill + singles, stages.TOGETHER: _SETS_TOGETHER * whole}
-    by_mass = config.quality.max_kl == "none"  # Then `_promised` measures windows with every budget.
+    by_mass = config.quality.max_kl == "none"  # If so, `_promised` measures the windows with every budget.
     plan: dict[str, float] = {}
     for trial in budgets:
         stages_of_trial = {**kl, **(windows if by_mass else {})}
@@ -176,7 +176,7 @@ def _promised(session: Session, inputs: _Inputs, budgets: Sequence[HybridConfig]
         attended = len(exact.chosen) * context + len(sparse) * min(config.budget_tokens, context)
         trials.append((attended, mass, config))
         if promised_mass and mass >= promised_mass:
-            break  # A larger budget only covers more.
+            break  # A larger budget covers more mass and costs more.
     keeping = [trial for trial in trials if trial[1] >= promised_mass]
     if not keeping:
         session.progress.line(
@@ -185,7 +185,8 @@ def _promised(session: Session, inputs: _Inputs, budgets: Sequence[HybridConfig]
         )
     texts = [f"{c.budget_tokens}: {n:,}" + (f" (mass {mass:g})" if promised_mass else "") for n, mass, c in trials]
     session.progress.line(f"tokens attended of {context:,}, all layers together, by budget_tokens: {', '.join(texts)}")
-    return min(keeping or trials[-1:], key=lambda trial: trial[0])[2]  # Of equal ones the smallest budget is first.
+    # Of equal trials `min` takes the smallest budget.
+    return min(keeping or trials[-1:], key=lambda trial: trial[0])[2]
 
 
 def _measured(session: Session, inputs: _Inputs) -> tuple[Profile, Measures]:

@@ -19,12 +19,12 @@ from hybrid_backend.tools.profile.summary import KL, KLSearch, LayerSummary
 
 @dataclass(frozen=True)
 class Profile:
-    """Decisions of a profile and the measurements that they follow from.
+    """Results of `hybrid profile`: the chosen configuration and the measurements behind it.
 
     Attributes:
         true: KL of all sparse layers by true queries; None if no query is predicted.
         own: search for the layers that select by their own query; None if no query is predicted.
-        aim: CPU ratio below which intervals are chosen.
+        aim: largest share of selected pages that the CPU may attend; recall intervals are chosen to keep below it.
     """
 
     model: str

@@ -146,7 +146,7 @@ class Session:
     def spread(self, probes: Sequence[Probe], layers: Sequence[LayerSummary]) -> Spread | None:
         """Measure budgets per layer: each sparse layer alone with less and with more, then all of them together.
 
-        A line says what came of it, or why nothing is measured.
+        A printed line gives the result, or the reason why nothing is measured.
         """
         config, sparse = self.config, [layer for layer in layers if not layer.is_exact]
         sizes, why_not = sizes_of(config.budget_pages, config.sinks + config.recent + 1, self._most_pages()), ""
@@ -179,7 +179,7 @@ class Session:
         return measured
 
     def _most_pages(self) -> int:
-        """Return the largest budget, up to twice the configured one, that every window exceeds as it must."""
+        """Return the largest budget, up to twice the configured one, whose `needed_tokens` every window exceeds."""
         budget, page_size = self.config.budget_pages, self.config.page_size
         for pages in range(2 * budget, budget, -1):
             larger = self.config.model_copy(update={"budget_tokens": pages * page_size})

@@ -25,12 +25,12 @@ KL = Mapping[str, float]
 
 @dataclass(frozen=True)
 class KLSearch:
-    """Search for the fewest layers that must leave a set, so that the KL of the layers in it is low enough.
+    """Search for the fewest layers to remove from a set, such that approximating the remaining layers has a low KL.
 
     Attributes:
-        alone: ``[kind of probe][layer]`` KL of this layer alone.
-        together: KL of the set after 0, 1, 2, ... layers have left it, those with the largest KL alone first. The last
-            entry is the chosen one.
+        alone: ``[kind of probe][layer]`` KL with only this layer approximated.
+        together: KL of the set after 0, 1, 2, ... layers are removed; layers with the largest ``alone`` are removed
+            first. The last entry is the result.
     """
 
     alone: Mapping[str, Mapping[int, float]]
@@ -44,7 +44,7 @@ class KLSearch:
 
     @property
     def chosen(self) -> list[int]:
-        """Layers that leave the set."""
+        """Layers that are removed from the set."""
         return sorted(self.ranking[: max(0, len(self.together) - 1)])
 
     def complete(
@@ -52,10 +52,10 @@ class KLSearch:
         rule: Callable[[Sequence[KL]], int | None],
         measure: Callable[[list[tuple[int, ...]]], Mapping[str, Sequence[float]]],
     ) -> KLSearch:
-        """Measure with one layer less at a time until the rule chooses; if it never does, all layers leave.
+        """Remove one layer at a time and measure, until ``rule`` returns a count; otherwise remove all layers.
 
         Args:
-            rule: returns from ``together`` how many layers leave, None if more must be measured.
+            rule: returns from ``together`` how many layers are removed, None if more sets must be measured.
             measure: returns by kind of probe the KL of sets of layers.
         """
         ranking, together = self.ranking, list(self.together)
@@ -70,8 +70,8 @@ class KLSearch:
 def exact_count(together: Sequence[KL], max_kl: float, outliers: bool) -> int | None:
     """Return how many layers are exact: the KL of the others is at most ``max_kl``.
 
-    With ``outliers`` the next layer is exact, too, if it more than halves what is left in a kind of probe. None means
-    that more must be measured.
+    With ``outliers`` the next layer is exact, too, if that more than halves the remaining KL in a kind of probe. The
+    result is None if more sets of layers must be measured.
     """
     for count, left in enumerate(together):
         if max(left.values(), default=0.0) > max_kl:

@@ -1,4 +1,4 @@
-"""The page and its JSON over HTTP: in a server of their own, or inside the engine's server."""
+"""Status page and its JSON over HTTP: in a separate server, or inside the engine's server."""
 
 from __future__ import annotations
 

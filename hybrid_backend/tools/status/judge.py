@@ -12,14 +12,14 @@ from hybrid_backend.tools.status.model import Answer, Headline, Layer, Level, Ra
 from hybrid_backend.tools.status.reading import Reading
 
 FAITHFUL, FAIR_MASS = 0.95, 0.9
-"""Attention mass from which a server is faithful, and below which it is not, where nothing is promised."""
+"""Attention masses from which a server without `quality.min_mass` is called faithful, and below which unfaithful."""
 READING_SPEED, CRAWLING = 5.0, 2.0
 """Tokens per second of one request from which it is fast, and below which it is very slow.
 
 A person reads 238 words a minute (Brysbaert 2019), which is about 5 tokens a second.
 """
 WAITS = 0.1
-"""Share of the time that the device tier waits for CPU workers, above which they hold the server back."""
+"""Share of the time that the device tier waits for CPU workers, above which the workers slow the server down."""
 FULL = 0.9
 """Share of the host pool in use from which requests are said to wait for memory."""
 MOSTLY = 0.5

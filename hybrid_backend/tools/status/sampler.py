@@ -106,7 +106,7 @@ class Sampler:
 
 
 def _missing(reading: Reading) -> str | None:
-    """Return what the page needs and the metrics do not have, in one line."""
+    """Return one line that says which metrics the status page misses; None if the server publishes them all."""
     if reading.engine is None and not reading.layers:
         return "the server's /metrics has nothing of vLLM, SGLang or this plugin; SGLang needs --enable-metrics"
     if not reading.layers and reading.get("host_pool_pages") is None:

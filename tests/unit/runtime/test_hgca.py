@@ -181,7 +181,7 @@ def test_a_released_request_leaves_no_context_cache() -> None:
     assert not of_a.any() and torch.equal(of_b, copy)
     assert 0 < cache.nbytes < held
     running.drop("b")
-    assert cache.nbytes == 0 and not cache._kept
+    assert cache.nbytes == 0 and not cache._additions
     assert not hgca(running)._queries and not hgca(running)._running
 
 

@@ -26,7 +26,7 @@ PAGE = 32
 JOB_TOKENS = 2048
 """Tokens per sequence of a CPU job: the default budget."""
 CPU_ROWS = 8
-"""Sequences of a CPU job."""
+"""Number of sequences in a measured CPU job."""
 DEVICE_ROWS = (1, 4, 16, 64)
 PIECES = tuple(4096 * 4**i for i in range(7))
 """Bytes of a copied piece: 4 KiB to 16 MiB."""
@@ -108,7 +108,7 @@ def cpu_job(memory: HostMemory, pool: cpu.Pool, shape: ModelShape, rows: int, pa
 
 
 def host_probes(memory: HostMemory, shape: ModelShape, counts: list[int], open_pools: ExitStack) -> Iterator[Probe]:
-    """Yield reads and CPU attention by threads, and the overhead of a job."""
+    """Yield probes of memory reads and CPU attention for each thread count, and of the overhead of one CPU job."""
     pages = JOB_TOKENS // PAGE
     for threads in counts:
         pool = open_pools.enter_context(cpu.Pool(threads))

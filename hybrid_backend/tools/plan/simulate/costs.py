@@ -25,7 +25,7 @@ BEST_PER_PAGE = 2
 DIGEST_RATE = 0.5
 """Rate of scoring digests in place, relative to the rate of attention (measured: docs/cpu-kernels.md)."""
 CODE_RATE = 0.3
-"""The same ratio for digests in codes (measured: docs/measurements.md)."""
+"""Rate of scoring digests in codes, relative to the rate of attention (measured: docs/measurements.md)."""
 KERNEL_SECONDS = 2e-6
 """Duration of a small kernel. Estimate."""
 GAP_SECONDS = 1.3e-6
@@ -39,14 +39,14 @@ FLAG_SECONDS = 1.5e-6
 
 
 class Launches(NamedTuple):
-    """Nodes of a captured CUDA graph for the attention of one layer."""
+    """Number of launches in a captured CUDA graph for the attention of one layer."""
 
     sparse: int
     whole: int
 
 
 ENGINE_LAUNCHES = 3
-"""Nodes of the engine's own attention of a layer. The profile's ``layer_overhead_s`` includes them."""
+"""Number of launches of the engine's own attention of a layer; ``layer_overhead_s`` includes their time."""
 LAUNCHES: Mapping[str, Launches] = {
     "scout": Launches(14, 4),
     "infinigen": Launches(14, 4),

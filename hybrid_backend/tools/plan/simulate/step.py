@@ -77,11 +77,11 @@ class _Step:
             self.part_seconds[part] += seconds
 
     def wait(self, until: float) -> None:
-        """Let the device wait."""
+        """Let the device wait until the time ``until`` of the step."""
         self.part_seconds["waits"] += max(0.0, until - self.time)
 
     def begin_fetch(self, layer: LayerWork, is_ahead: bool = False) -> float:
-        """Choose what the layer lacks and queue the fetch; return when the data arrives."""
+        """Select the pages or tokens that the layer must fetch and queue the fetch; return the time of arrival."""
         self.spend(layer.choose)
         if not is_ahead:
             self.spend({"selection": layer.select, "bus": layer.ask})
