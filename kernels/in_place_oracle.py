@@ -12,7 +12,7 @@ A decode step of a layer that selects is:
 4. The pages of the budget with the best scores are selected; the first (sinks) and the last (recent) pages always are.
 5. The query attends all tokens of the selected pages.
 
-The growing last page has no digest: it is always selected and never scored. `Ranking` says what rounding may change.
+The growing last page has no digest: it is always selected and never scored.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ class Ranking(NamedTuple):
 
     def with_newer(self, first: int, end: int) -> Ranking:
         """Return this ranking with the pages ``first`` to ``end - 1`` appended."""
-        newer = torch.arange(first, end)
-        return Ranking(*(torch.cat([pages, newer]) for pages in self))
+        return Ranking(*(torch.cat([pages, torch.arange(first, end)]) for pages in self))
 
     def admits(self, pages: Sequence[int]) -> bool:
         """Tell if ``pages`` are a valid choice: right in number, all certain pages, none that is impossible."""
@@ -123,10 +122,10 @@ class InPlaceOracle:
     """Layer of one request: its keys and values, their digests, and the shortlists between two looks.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         layer: index of the layer; layers look at all their pages in turn.
         sinks: ``[heads]`` logits of one more key of each head, whose value is 0; None: none.
-        code_functions: for digests in codes.
+        code_functions: functions that encode and score digests in codes.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class LayerTimes:
         return kv_bytes / (self.hardware.hbm_achieved if curve is None else curve.at(rows))
 
     def attention(self, tokens: float, rows: int) -> float:
-        """Return the same time by tokens of all rows together."""
+        """Return the time of our kernels to attend ``tokens`` resident tokens, summed over ``rows`` decode rows."""
         return self.reading(tokens * self.token_bytes, rows)
 
     def prompt_attention(self, pairs: float) -> float:
@@ -87,7 +87,7 @@ class LayerTimes:
         return max(workers, memory) + self.hardware.cpu_job_overhead_s.value
 
     def cpu_attention(self, tokens: float) -> float:
-        """Return the same time by tokens of all rows together, without copies."""
+        """Return the time of the CPU workers to attend ``tokens`` tokens, summed over all rows, without copies."""
         return self.cpu_reading(tokens * self.token_bytes)
 
     @property

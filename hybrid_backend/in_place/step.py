@@ -48,7 +48,7 @@ def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
 
 
 def kept_bytes(config: HybridConfig, model: ModelSpec, digest_format: DigestFormat, pages: int, layers: int) -> int:
-    """Return the largest memory of the shortlists of a sequence of ``pages`` pages (`selection.interval`).
+    """Return the most bytes that a sequence of ``pages`` pages needs to remember candidates (`selection.interval`).
 
     A page takes four bytes, in arrays that double when they grow.
     """

@@ -205,7 +205,7 @@ class WaitingRows(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory of the rows, in bytes."""
+        """Pinned host memory of the waiting rows' mailboxes, in bytes."""
 
     def close(self) -> None:
         """Free native memory."""

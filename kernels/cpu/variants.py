@@ -196,7 +196,7 @@ class Variants:
         self._running: dict[Case, list[str]] = {}
 
     def cases(self) -> list[Case]:
-        """List all operations on all classes of shapes."""
+        """List all cases: each operation for each dtype, head_dim and group size for which variants are timed."""
         return [Case(*case) for case in itertools.product(self._operations, DTYPES, HEAD_DIMS, GROUPS)]
 
     def running(self, case: Case) -> list[str]:

@@ -66,7 +66,7 @@ async def _serve_on(
     server: Any,
     sockets: list[socket.socket] | None = None,
 ) -> None:
-    # To serve TLS, SGLang loads the application itself.
+    # For TLS, SGLang loads the ASGI application before it calls this function. Otherwise uvicorn loads `app` later.
     application = "loaded_app" if server.config.loaded else "app"
     setattr(server.config, application, RefuseWhileEnding(getattr(server.config, application)))
     listener = address.hand_over()

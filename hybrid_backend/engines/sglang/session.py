@@ -106,7 +106,8 @@ class Session:
             self.runtime.end_step(step)
             self._publish()
             failure = self.runtime.failure(step)
-            if failure is not None:  # SGLang cannot compute a step again.
+            # SGLang has no way to run a failed step again, as vLLM has. So the error ends the engine.
+            if failure is not None:
                 raise failure.error
 
     def _publish(self, force: bool = False) -> None:

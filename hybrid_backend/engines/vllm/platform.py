@@ -90,9 +90,10 @@ def prepare(vllm_config: VllmConfig, stock: Callable[[VllmConfig], None], worker
 
         adopt(vllm_config)
     size_host_pool(vllm_config, config, on_cpu=worker_cls == CPU_WORKER)
-    scheduler = vllm_config.scheduler_config  # The stock platform may have turned asynchronous scheduling off.
+    scheduler = vllm_config.scheduler_config
     if choose_parking(vllm_config, config):
         scheduler.scheduler_cls = PARKING_SCHEDULER
     else:
+        # The stock platform may have turned asynchronous scheduling off, so its own flag decides.
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     return config

@@ -125,7 +125,8 @@ class ParkingScheduler(RecomputingScheduler):
         self.kv_cache_manager.allocate_slots = self._allocate_slots
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if num_new_tokens == 1:  # Several tokens are a prompt's, or are computed again as a prompt, and never wait.
+        # Only decode rows wait for the CPU. A row with several new tokens is a prefill chunk, which never waits.
+        if num_new_tokens == 1:
             kwargs["delay_cache_blocks"] = True
         return self._allocate(request, num_new_tokens, *args, **kwargs)
 

@@ -122,7 +122,7 @@ class Plan:
     has_times: bool = True
 
     def row(self, name: str) -> Row:
-        """Return the row of a method."""
+        """Return the entry of the plan for the method ``name``."""
         return next(row for row in self.rows if row.name == name)
 
 

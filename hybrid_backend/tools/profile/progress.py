@@ -34,7 +34,7 @@ _LINE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Work:
-    """Operations that measurements take, as far as the model's shape tells."""
+    """Estimated arithmetic operations of each kind of measurement, from the model's shape."""
 
     network: Network
 

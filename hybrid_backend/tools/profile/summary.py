@@ -44,7 +44,7 @@ class KLSearch:
 
     @property
     def chosen(self) -> list[int]:
-        """Layers that are removed from the set."""
+        """Layers that the search removed from the set of sparse layers."""
         return sorted(self.ranking[: max(0, len(self.together) - 1)])
 
     def complete(
@@ -70,8 +70,8 @@ class KLSearch:
 def exact_count(together: Sequence[KL], max_kl: float, outliers: bool) -> int | None:
     """Return how many layers are exact: the KL of the others is at most ``max_kl``.
 
-    With ``outliers`` the next layer is exact, too, if that more than halves the remaining KL in a kind of probe. The
-    result is None if more sets of layers must be measured.
+    With ``outliers`` the next layer of the ranking is exact, too, if that more than halves the remaining KL of texts or
+    of lookups. The result is None if more sets of layers must be measured.
     """
     for count, left in enumerate(together):
         if max(left.values(), default=0.0) > max_kl:
