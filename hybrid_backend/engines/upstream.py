@@ -110,6 +110,10 @@ class Engine:
             )
         return self.tested.warning(self.name, version)
 
+    def check_installed(self, version: str | None) -> str | None:
+        """Check the installed engine (`missing`, `check`); ``version`` is None if it is unknown."""
+        return self.check(version or "?", self.missing(version))
+
     def can_register(self, plugin: Table, version: str | None, logger: Logger) -> bool:
         """Tell whether the engine has the plugin functions of a table; log what it lacks.
 

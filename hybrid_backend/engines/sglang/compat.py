@@ -41,8 +41,7 @@ def check_engine(*, warns: bool = False) -> None:
     Raises:
         EngineError: something that the adapter uses is missing.
     """
-    version = installed()
-    warning = SGLANG.check(version or "?", SGLANG.missing(version))
+    warning = SGLANG.check_installed(installed())
     if warning is not None and warns:
         logging.getLogger(__name__).warning(warning)
 

@@ -55,7 +55,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
     import vllm
     from vllm.logger import init_logger
 
-    warning = VLLM.check(vllm.__version__, VLLM.missing(vllm.__version__))
+    warning = VLLM.check_installed(vllm.__version__)
     vllm_config.additional_config = {**vllm_config.additional_config, _CHECKED_KEY: vllm.__version__}
     if warning is not None:
         init_logger("vllm.hybrid_backend").warning(warning)

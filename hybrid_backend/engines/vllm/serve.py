@@ -65,9 +65,8 @@ def check_installation() -> None:
     installed = compat.installed()
     if installed is None:
         raise EngineError(f"vLLM is not installed; {compat.VLLM.fix}, or run `make serve`")
-    compat.VLLM.check(
-        installed, compat.VLLM.missing(installed)
-    )  # The engine process warns of an untested version, so the result is ignored.
+    # The engine process warns of an untested version, so the result is ignored.
+    compat.VLLM.check_installed(installed)
     check_environment()
 
 
