@@ -23,7 +23,7 @@ BENCH_ARGS ?=
 DEVICE ?= cpu
 $(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE=$(DEVICE): write cpu or cuda))
 $(if $(filter vllm sglang,$(ENGINE)),,$(error ENGINE=$(ENGINE): write vllm or sglang))
-# Another version of the engine than the locked one, in an environment of its own (docs/engines.md): `make test
+# Another version of the engine than the locked one, in an environment of its own (docs/how/engines.md): `make test
 # ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
 # differs from the lock.
 ENGINE_VERSION ?=
@@ -203,7 +203,7 @@ machine:
 	fi; \
 	echo "==> found $${gpu:-no NVIDIA GPU}: taking the $(DEVICE) build of $(ENGINE), in $(ENGINE_VENV)"; \
 	if [ $(DEVICE) = cpu ] && [ -n "$$gpu" ]; then \
-	  echo "==> that build does not use the GPU; this one does: make serve DEVICE=cuda (docs/gpu.md)"; \
+	  echo "==> that build does not use the GPU; this one does: make serve DEVICE=cuda (docs/start/gpu.md)"; \
 	fi
 
 serve: machine install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API (ENGINE=vllm or sglang)
@@ -234,7 +234,7 @@ test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the 
 	  --ignore tests/engines/$(if $(filter sglang,$(ENGINE)),vllm,sglang) --durations 20
 endif
 
-OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/engines.md
+OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/how/engines.md
 
 test-versions: ## Run the engines' tests with other versions than the locked ones, each in its own environment
 	for each in $(OTHER_VERSIONS); do \
@@ -298,8 +298,8 @@ docs: $(DOCS_STAMP) ## Build the documents' site into build/site
 	@cp -r $(PAGES) build/docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-pages: test-install ## Write again what is generated: docs/support.md, the plans in recipes/
-	$(PY) -m bench.support_page docs/support.md
+pages: test-install ## Write again what is generated: docs/reference/support.md, the plans in recipes/
+	$(PY) -m bench.support_page docs/reference/support.md
 	$(PY) -m tests.support.recipes
 
 # -- package -------------------------------------------------------------------------------------------------
@@ -327,10 +327,10 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 .PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
 .PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
-bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/throughput.md)
+bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/lab/throughput.md)
 	$(VENV)/bin/hybrid bench throughput --serve --out bench/out $(BENCH_ARGS)
 
-bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by budget (BENCH_ARGS, see docs/accuracy.md)
+bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by budget (BENCH_ARGS, see docs/lab/accuracy.md)
 	$(VENV)/bin/hybrid bench accuracy --out bench/out/accuracy $(BENCH_ARGS)
 
 simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
@@ -371,7 +371,7 @@ compare: test-install model ## All methods on the same prompts: fidelity, bytes,
 bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head
 	$(PY) -m bench.hgca
 
-bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.cpp, OpenVINO and both stock engines against ours on this CPU (BENCH_ARGS, see docs/peers.md)
+bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.cpp, OpenVINO and both stock engines against ours on this CPU (BENCH_ARGS, see docs/lab/peers.md)
 	$(PY) -m bench.peers $(BENCH_ARGS)
 
 # The xllamacpp wheel is an AVX2 build. Its source distribution carries llama.cpp, which builds for this CPU.

@@ -4,7 +4,7 @@
 
 Texts, lengths and times follow from the seed, so that all servers get the same requests at the same times. The answers
 are each server's own, and part of the next turn's prompt, as in a real session. Servers take turns; every run has other
-texts, so that nothing is cached from the run before. Prints a table (docs/throughput.md); ``--out`` has every turn.
+texts, so that nothing is cached from the run before. Prints a table (docs/lab/throughput.md); ``--out`` has every turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Our own measured runs and the simulation of them (docs/simulator.md).
+"""Our own measured runs and the simulation of them (docs/lab/simulator.md).
 
-CPU: docs/measurements.md, "Whole engine", on two shared cores. The machine's rates are taken from the stock rows alone;
-the hybrid rows are predicted. GPU: docs/cuda.md, "On an H200". The CPU's share and rate are those of the runs.
+CPU: docs/lab/measurements.md, "Whole engine", on two shared cores. The machine's rates are taken from the stock rows alone;
+the hybrid rows are predicted. GPU: docs/lab/cuda.md, "On an H200". The CPU's share and rate are those of the runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QWEN3_RUNS: tuple[Row, ...] = (
     (200, 1, 8.6, 8.8), (200, 2, 12.3, 12.6), (16000, 1, 3.9, 8.0), (16000, 2, 4.3, 7.1), (32000, 1, 2.3, 4.9),
 )  # fmt: skip
 NATIVE_OVER_STOCK = 1.82
-"""Our dense decode kernel against vLLM's operator, one layer, mean of four shapes (docs/cpu-kernels.md)."""
+"""Our dense decode kernel against vLLM's operator, one layer, mean of four shapes (docs/lab/cpu-kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def own_machine(shape: ModelShape, rows: tuple[Row, ...]) -> Hardware:
     small = shortest * shape.token_bytes * shape.layers / attention
 
     def number(value: float) -> Number:
-        return Number(value=value, source="docs/measurements.md, stock rows")
+        return Number(value=value, source="docs/lab/measurements.md, stock rows")
 
     def curve(*points: tuple[float, float], by: str = "stock rows") -> Curve:
-        return Curve(points=points, source=f"docs/measurements.md, {by}")
+        return Curve(points=points, source=f"docs/lab/measurements.md, {by}")
 
     return Hardware(
         name="two shared cores",
@@ -94,7 +94,7 @@ def own_machine(shape: ModelShape, rows: tuple[Row, ...]) -> Hardware:
         flops_efficiency=number(1),
         linear_bytes_per_s=curve(*((float(b), weights / (t - b * small)) for b, t in sorted(first.items()))),
         stock_attention_bytes_per_s=curve((1.0, attention)),
-        device_attention_bytes_per_s=curve((1.0, attention * NATIVE_OVER_STOCK), by="docs/cpu-kernels.md"),
+        device_attention_bytes_per_s=curve((1.0, attention * NATIVE_OVER_STOCK), by="docs/lab/cpu-kernels.md"),
         host_device_bytes_per_s=curve((1.0, 1e10)),
         host_read_bytes_per_s=curve((1.0, 15e9)),
         cpu_attention_bytes_per_s=curve((1.0, 1e10)),
@@ -140,8 +140,8 @@ GPU_RUNS: tuple[tuple[str, int, float | None, float], ...] = (
 
 
 def gpu_table() -> list[tuple[str, ...]]:
-    """Return the rows of the table of docs/simulator.md, "Against a GPU"."""
-    rate = Curve(points=((16.0, 83e9),), source="docs/cuda.md: 16 cores together")
+    """Return the rows of the table of docs/lab/simulator.md, "Against a GPU"."""
+    rate = Curve(points=((16.0, 83e9),), source="docs/lab/cuda.md: 16 cores together")
     machine = find_hardware("h200").replace(cores=16, cpu_attention_bytes_per_s=rate)
     config = resolve_config("qwen3-14b", None, {}, ())[0].model_copy(update={"frames_per_request": 142})
     rows = [("step", "measured, ms", "simulated, ms", "of that waits", "error")]

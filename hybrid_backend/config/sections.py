@@ -68,7 +68,7 @@ class SelectionConfig(Section):
     granularity: Annotated[Literal["layer", "kv_head"], choice("layer", "kv_head")] = "layer"
     """Scope of a selection: all KV heads of a layer share one, or each KV head has its own. Source: measured
     (SmolLM2-135M, budget 1024: layer covers 0.953 of the attention mass, kv_head 0.954 with more work for the CPU,
-    docs/measurements.md; Quest selects per head)."""
+    docs/lab/measurements.md; Quest selects per head)."""
     digest: Annotated[
         Literal["auto", "minmax", "minmax_int8", "codes"], choice("auto", "minmax", "minmax_int8", "codes")
     ] = "auto"
@@ -76,24 +76,24 @@ class SelectionConfig(Section):
     minmax_int8: the same in bytes, which halves what a selection reads. codes: codes of each token's key (RaBitQ),
     which take as much memory as minmax in bf16, select better and cost the CPU more. auto: minmax_int8, but minmax for
     method quest where selection.aggregate is max, or sum with granularity kv_head. Source: measured (SmolLM2-135M:
-    docs/measurements.md)."""
+    docs/lab/measurements.md)."""
     aggregate: Annotated[Literal["softmax", "sum", "max"], choice("softmax", "sum", "max")] = "softmax"
     """Combination of the scores of query heads. softmax: each head's scores become shares of 1, which are added. sum,
     max: the raw scores of the query heads of one KV head are combined, and granularity layer adds those of the KV
-    heads. Source: measured (SmolLM2-135M, budget 1024: docs/measurements.md; Quest scores each head by itself)."""
+    heads. Source: measured (SmolLM2-135M, budget 1024: docs/lab/measurements.md; Quest scores each head by itself)."""
     bound: Annotated[float, number(0, 1)] = 0.5
     """Position of a page's score in the range of logits that its digest allows: 0 is the middle of the range, 1 its
-    upper end. Source: measured (SmolLM2-135M: docs/measurements.md; Quest: 1)."""
+    upper end. Source: measured (SmolLM2-135M: docs/lab/measurements.md; Quest: 1)."""
     candidates: Annotated[int, integer(0)] = 8
     """Pages whose digests are scored per page of budget in long sequences: spans of 8 pages are scored first, then the
     pages of the best spans. Shorter sequences, in which that would read more, score all pages; 0: all sequences do. For
     method quest with digests in bytes. Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass,
-    docs/cpu-kernels.md)."""
+    docs/lab/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
     """Tokens of a request between two selections of a layer among all pages. Between them the layer selects among newer
     pages and the best pages of the last time, at most four times the budget. With codes it does so at each second
     token, among twice the budget, the best pages of the token before. auto: 8 for method quest, else 1, the only value
-    that other methods accept. Source: measured (SmolLM2-135M: docs/measurements.md; LServe, arXiv 2502.14866, attends a
+    that other methods accept. Source: measured (SmolLM2-135M: docs/lab/measurements.md; LServe, arXiv 2502.14866, attends a
     selection again for 4 steps)."""
 
     @property

@@ -50,7 +50,7 @@ def _machine(
     """Return a device by its data sheet, on a host whose memory channels are 8 bytes wide."""
     peak = host.channels * 8 * host.transfers
     read = 0.8 * peak  # STREAM reaches 75 to 85 % of a server's peak
-    per_core = 12e9  # one Xeon or EPYC core reads 10 to 18 GB/s (16.5 to 18 measured: docs/cpu-kernels.md)
+    per_core = 12e9  # one Xeon or EPYC core reads 10 to 18 GB/s (16.5 to 18 measured: docs/lab/cpu-kernels.md)
     threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < host.cores] + [host.cores]
     channels = f"{host.channels} channels at {host.transfers / 1e6:.0f} MT/s = {peak / 1e9:.0f} GB/s peak"
     memory = f"{host.name}: {channels}, 80 % as STREAM"
@@ -70,7 +70,7 @@ def _machine(
         host_ram_bytes=Number(value=host.ram_gib * 2**30, source=host.name),
         host_read_bytes_per_s=saturating(threads, per_core, read, f"{memory}; {per_core / 1e9:g} GB/s per core"),
         cpu_attention_bytes_per_s=saturating(
-            threads, 0.8 * per_core, 0.8 * read, f"{memory}; our kernels read K and V at 80 % (docs/cpu-kernels.md)"
+            threads, 0.8 * per_core, 0.8 * read, f"{memory}; our kernels read K and V at 80 % (docs/lab/cpu-kernels.md)"
         ),
         layer_overhead_s=Number(value=20e-6, source="general figure: about ten small kernels of 2 us in a CUDA graph"),
         step_overhead_s=Number(value=2e-3, source="general figure: scheduler, sampler and detokenizer of a server"),

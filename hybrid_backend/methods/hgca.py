@@ -10,7 +10,7 @@ of the prompt's last queries are compared with ``beta / (tokens on the CPU)``. S
 return to it. The host pool keeps all tokens.
 
 The first pages (`sinks`) stay on the device beside the ring and are left out of judging. The attention sink would take
-so much of the weight that all other tokens fall below uniform (docs/measurements.md).
+so much of the weight that all other tokens fall below uniform (docs/lab/measurements.md).
 
 Tokens are judged on the host between steps. The launches of a step do not depend on the result.
 

@@ -94,7 +94,7 @@ KNOWN: tuple[tuple[str, str, int, range, tuple[str, ...]], ...] = (
     ("Emerald Rapids", "GenuineIntel", 6, range(0xCF, 0xD0), _TILES),
 )
 """Name, vendor, family, models, and the variants to try first for bf16 prompts, by measurements of whole prompts
-(docs/cpu-kernels.md, "Which kernel"). A measurement decides on all else."""
+(docs/lab/cpu-kernels.md, "Which kernel"). A measurement decides on all else."""
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:

@@ -1,7 +1,7 @@
 """Method ``toy``: the smallest useful method, StreamingLLM (arXiv 2309.17453) over pages in host memory.
 
 A layer attends the first ``sinks`` pages of a sequence and its last ones, ``budget_tokens`` in all. This file is all
-that a method needs; docs/methods.md#writing-one explains it.
+that a method needs; docs/how/methods.md#writing-one explains it.
 """
 
 from __future__ import annotations

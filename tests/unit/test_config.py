@@ -29,7 +29,7 @@ from hybrid_backend.config import (
 )
 from hybrid_backend.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 SHIPPED_FOR = {
     "smollm2-135m.yaml": (
@@ -638,7 +638,7 @@ def documented_row(key, field) -> str:
 def test_the_documentation_lists_every_key_default_range_meaning_and_source():
     expected = [documented_row(key, field) for key, field in iter_keys()]
     rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
-    assert rows == expected, "docs/configuration.md should hold:\n" + "\n".join(expected)
+    assert rows == expected, "docs/reference/configuration.md should hold:\n" + "\n".join(expected)
 
 
 def test_every_key_says_what_it_means_and_where_its_default_comes_from():
@@ -650,7 +650,7 @@ def test_the_examples_in_the_documentation_are_valid():
     blocks = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     assert blocks
     for block in blocks:
-        config_from_mapping(yaml.safe_load(block), "docs/configuration.md")
+        config_from_mapping(yaml.safe_load(block), "docs/reference/configuration.md")
 
 
 @pytest.mark.parametrize(

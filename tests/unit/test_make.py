@@ -52,7 +52,7 @@ def test_without_a_gpu_the_cpu_build_is_named(no_gpu: Path) -> None:
 def test_a_machine_with_a_gpu_is_told_how_to_use_it(gpu: Path) -> None:
     first, second = make("machine", driver=gpu).stdout.splitlines()
     assert first == "==> found NVIDIA H200: taking the cpu build of vllm, in .venv"
-    assert "make serve DEVICE=cuda" in second and (ROOT / "docs" / "gpu.md").is_file()
+    assert "make serve DEVICE=cuda" in second and (ROOT / "docs" / "start" / "gpu.md").is_file()
     assert make("machine", "DEVICE=cuda", driver=gpu).stdout == (
         "==> found NVIDIA H200: taking the cuda build of vllm, in .venv-cuda\n"
     )

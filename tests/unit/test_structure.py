@@ -1,4 +1,4 @@
-"""Rules of the package's structure (docs/structures.md), checked on its source."""
+"""Rules of the package's structure (docs/how/structures.md), checked on its source."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def layer_of(module: str) -> str:
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"hybrid_backend"}))
 def test_imports_point_one_way(module: str) -> None:
     layer = layer_of(module)
-    assert layer in RANK, f"{layer} has no place in the layers: give it one here and in docs/structures.md"
+    assert layer in RANK, f"{layer} has no place in the layers: give it one here and in docs/how/structures.md"
     for other in imported(MODULES[module]) | written(MODULES[module]):
         assert RANK[layer_of(other)] >= RANK[layer], f"{module} imports {other}, which lies above it"
 
@@ -111,11 +111,11 @@ def test_no_method_is_named_outside_methods_and_configuration() -> None:
 
 
 def test_every_folder_is_on_the_map_and_what_the_map_names_exists() -> None:
-    """docs/structures.md names every part of the package."""
-    text = (ROOT / "docs" / "structures.md").read_text()
+    """docs/how/structures.md names every part of the package."""
+    text = (ROOT / "docs" / "how" / "structures.md").read_text()
     parts = {path.relative_to(ROOT).parts[1] for path in FOLDERS["hybrid_backend"].rglob("*.py")} - {"__init__.py"}
     small = {"errors.py", "host_memory.py", "model.py", "model_layers.py", "config"}  # named in the first lines
     assert not [part for part in parts - small if f"`hybrid_backend/{part}" not in text]
     assert all(part.removesuffix(".py") in text for part in small)
     for name in re.findall(r"`((?:hybrid_backend|kernels|tests|configs|bench|docker)/[\w/.]*)`", text):
-        assert (ROOT / name).exists(), f"docs/structures.md names {name}"
+        assert (ROOT / name).exists(), f"docs/how/structures.md names {name}"

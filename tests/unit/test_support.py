@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_what_the_checks_say() -> None:
-    assert (ROOT / "docs" / "support.md").read_text() == page() + "\n", "run `make pages`"
+    assert (ROOT / "docs" / "reference" / "support.md").read_text() == page() + "\n", "run `make pages`"
 
 
 def test_the_tests_that_the_page_names_exist() -> None:
@@ -86,8 +86,8 @@ def test_an_extra_installs_a_tested_engine(extra: str, tested: Range) -> None:
 def test_what_is_called_tested_is_what_all_tests_have_run_on(
     engine: Engine, locked: str, partly: tuple[str, ...]
 ) -> None:
-    """docs/engines.md lists each version's tests. What starts without a warning is in one column or the other."""
-    text = (ROOT / "docs" / "engines.md").read_text()
+    """docs/how/engines.md lists each version's tests. What starts without a warning is in one column or the other."""
+    text = (ROOT / "docs" / "how" / "engines.md").read_text()
     rows = dict(re.findall(rf"^\| {engine.name} ([\d.]+) \| (.*) \|$", text, re.M))
     quiet = {version for version in rows if engine.tested.warning(engine.name, version) is None}
     assert quiet == {locked, *partly}
@@ -97,7 +97,7 @@ def test_what_is_called_tested_is_what_all_tests_have_run_on(
 
 
 def test_the_cuda_build_is_called_run_in_the_version_that_ran() -> None:
-    ran = (ROOT / "docs" / "cuda.md").read_text().partition("## On an H200")[2].partition("##")[0]
+    ran = (ROOT / "docs" / "lab" / "cuda.md").read_text().partition("## On an H200")[2].partition("##")[0]
     assert re.findall(r"vLLM (\d[\d.]*\d)", ran) == [vllm.ON_A_GPU]
     (row,) = re.findall(r"^\| vLLM, CUDA build \|.*$", page(), re.M)
     assert re.findall(r"\d+\.\d+\.\d+", row.partition("`")[0]) == [vllm.ON_A_GPU], "other versions are not named"

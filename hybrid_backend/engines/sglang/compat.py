@@ -24,7 +24,7 @@ SGLANG = Engine(
     SYMBOLS,
     Path(__file__).parent,
 )
-"""The engine; docs/engines.md says which tests ran on which version."""
+"""The engine; docs/how/engines.md says which tests ran on which version."""
 
 
 def installed() -> str | None:

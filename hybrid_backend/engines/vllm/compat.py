@@ -30,11 +30,11 @@ VLLM = Engine(
     SYMBOLS,
     Path(__file__).parent,
 )
-"""The engine; docs/engines.md says which tests ran on which version."""
+"""The engine; docs/how/engines.md says which tests ran on which version."""
 PARTLY = ("0.31.0",)
 """Versions of that range on whose CPU build some tests have not run to the end."""
 ON_A_GPU = "0.32.0"
-"""The version whose CUDA build has run on a GPU (docs/cuda.md)."""
+"""The version whose CUDA build has run on a GPU (docs/lab/cuda.md)."""
 _CHECKED_KEY = "hybrid_engine"
 """Key beside our configuration that says that the version was checked."""
 

@@ -4,7 +4,7 @@ The runner samples for every row. ``GPUModelRunner._bookkeeping_sync`` (v1/worke
 of a prompt that is not computed to its end (``discard_request_mask``), and sets the row's generator back by
 ``Generator.set_offset``. PyTorch's CPU generator has no offset: "CPU Generator does not use offset" ends the engine.
 A row without a generator in ``InputBatch.generators`` is sampled like an unseeded one, and no generator is set back.
-docs/upstream.md reports the defect. Delete this file when vLLM has corrected it.
+docs/lab/upstream.md reports the defect. Delete this file when vLLM has corrected it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str
         )
     if device == "cuda":
         logger.warning(
-            "the hybrid backend's CUDA tier has run on one GPU only, and served nobody yet: see docs/cuda.md"
+            "the hybrid backend's CUDA tier has run on one GPU only, and served nobody yet: see docs/lab/cuda.md"
         )
     with engine_errors(logger, f"vLLM cannot serve {arguments[arguments.index('--model') + 1]}"):
         parsed = _parse(arguments)
@@ -219,7 +219,7 @@ def _refuse_other_servers(parsed: Any) -> None:
     if names:
         raise EngineError(
             f"--{names[0].replace('_', '-')}: `hybrid serve` starts one HTTP server; leave it out, or use vLLM's own "
-            "command line (docs/vllm.md)"
+            "command line (docs/reference/vllm.md)"
         )
 
 

@@ -78,7 +78,7 @@ def accuracy(
 ) -> None:
     """Compare next-token distributions with stock vLLM's along its own answers: KL and equal tokens, by budget.
 
-    For scores on RULER and LongBench use lm-evaluation-harness against a running server: docs/accuracy.md.
+    For scores on RULER and LongBench use lm-evaluation-harness against a running server: docs/lab/accuracy.md.
     """
     from hybrid_backend.tools.bench.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS
     from hybrid_backend.tools.bench.options import check_out, writing

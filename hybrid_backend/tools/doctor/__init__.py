@@ -1,1 +1,1 @@
-"""`hybrid doctor`: checks of this machine, each with a fix (docs/doctor.md)."""
+"""`hybrid doctor`: checks of this machine, each with a fix (docs/reference/doctor.md)."""

@@ -203,6 +203,6 @@ def check_config(source: str | Path | None, env: Mapping[str, str]) -> tuple[Fin
         check_method_name(config.method)
         resolve_kernel(config.workers.kernel)
     except HybridError as error:
-        fix = "correct it (docs/configuration.md); it is refused until then"
+        fix = "correct it (docs/reference/configuration.md); it is refused until then"
         return Finding("configuration", "problem", " ".join(str(error).split()), fix), config
     return Finding("configuration", "ok", f"{source_of(source)}: method {config.method}"), config

@@ -99,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All rows and their input. Its fields are the keys of the JSON (docs/plan.md).
+    """All rows and their input. Its fields are the keys of the JSON (docs/reference/plan.md).
 
     Attributes:
         configured: the configuration's own method.

@@ -1,1 +1,1 @@
-"""Command ``hybrid profile MODEL``: measures a model and writes a configuration for it (docs/profile.md)."""
+"""Command ``hybrid profile MODEL``: measures a model and writes a configuration for it (docs/lab/profile.md)."""

@@ -84,7 +84,7 @@ def profile(
     first = f"measuring attention and KL of each layer of {name}; a forward pass is timed first, for the estimate"
     console.print(first, highlight=False, markup=False, soft_wrap=True)
     # Torch reads this variable when it is imported, which is below. Threads that wait by spinning would take the core
-    # from those that compute if another program runs at the same time (docs/profile.md#beside-other-programs).
+    # from those that compute if another program runs at the same time (docs/lab/profile.md#beside-other-programs).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from hybrid_backend.tools.profile.gates import GateOptions
     from hybrid_backend.tools.profile.options import Options

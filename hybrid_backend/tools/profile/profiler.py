@@ -257,7 +257,7 @@ def _write(session: Session, inputs: _Inputs, profile: Profile, target: Path) ->
         f"budget {config.budget_tokens}, pages of {config.page_size}, {frames_per_request(config)} frames"
     )
     head = [
-        f"{profile.model}, written by `hybrid profile`; every key and its range: docs/configuration.md.",
+        f"{profile.model}, written by `hybrid profile`; every key and its range: docs/reference/configuration.md.",
         f"measured {where}.",
         "Raw numbers: the .json beside this file. Keys left out keep their default.",
         *report.summary_lines(profile),

@@ -26,7 +26,7 @@ Advance = Callable[[float], None]
 _TIMED_TOKENS, _TIMED_PASSES = 256, 4
 _PRIOR = 0.1
 """Share of all work that the first estimate weighs as much as, once stages are measured."""
-# Factors of a forward pass's seconds for as many operations (docs/profile.md#quick-and-thorough).
+# Factors of a forward pass's seconds for as many operations (docs/lab/profile.md#quick-and-thorough).
 _WINDOW, _SPARSE, _TRAINING = 1.8, 2.0, 4.0
 _LINE_SECONDS = 20.0
 """Seconds of silence after which a log gets a line."""

@@ -90,7 +90,7 @@ def own_count(together: Sequence[KL], true: KL, max_kl: float) -> int | None:
     """Return how many layers select by their own query, because predicted queries cost too much.
 
     The cosine of both queries does not show it: one layer of Qwen2.5-Coder-0.5B with a cosine of 0.97 has more KL than
-    all others together, one with 0.76 has none (docs/profile.md).
+    all others together, one with 0.76 has none (docs/lab/profile.md).
 
     ``together`` is the KL of all sparse layers by predicted queries, with one layer more by its own query at a time;
     ``true`` is their KL by true queries.

@@ -35,7 +35,7 @@ class Window:
 def default_texts() -> Texts:
     """Return the texts of every CPython: its reference (about 120k tokens of English prose) and source code (100k).
 
-    What holds for prose need not hold for code: see docs/profile.md.
+    What holds for prose need not hold for code: see docs/lab/profile.md.
     """
     try:
         from pydoc_data.topics import topics

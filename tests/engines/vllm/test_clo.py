@@ -1,5 +1,5 @@
 """CLO on the real model: its caches hit about every other time, and what they hold is nearly what a fresh selection
-would. The figures that were measured stand in docs/measurements.md."""
+would. The figures that were measured stand in docs/lab/measurements.md."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def servers(
 
     giving = (*FLAGS, "--block-size", str(PAGE), "--kv-cache-memory-bytes", str(64 * 2**20))
     giving += ("--kv-transfer-config", connector("kv_producer"))
-    if kind == "files":  # what vLLM's connector through files asks for (docs/distributed.md)
+    if kind == "files":  # what vLLM's connector through files asks for (docs/guides/disaggregate.md)
         giving += ("--no-enable-prefix-caching", "--max-num-batched-tokens", "8192")
     taking = (*FLAGS, "--served-model-name", MODEL, "--kv-transfer-config", connector("kv_consumer"))
     cores = sorted(os.sched_getaffinity(0))

@@ -28,7 +28,7 @@ NOT_RELOADED = [
     *("lfm2", "nemotron_h", "granite4", "qwen3_next"),
 ]
 """Families that vLLM's `reload_weights` leaves with other answers than a start with the new weights, the stock backend
-too (docs/upstream.md)."""
+too (docs/lab/upstream.md)."""
 OWN_STATE = [name for name in WITH_STATE if name != "qwen3_5"]  # whose layers are Qwen3-Next's
 GEMMA3_FULL, GEMMA3_LOCAL = [2, 5], [0, 1, 3, 4]
 # fp32 sums in another order; a wrong window, scale or position changes them by more than 0.1

@@ -1,4 +1,4 @@
-"""``LLM(..., attention_backend="CUSTOM")``: the example of docs/vllm.md, run as a user runs it."""
+"""``LLM(..., attention_backend="CUSTOM")``: the example of docs/reference/vllm.md, run as a user runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 def test_the_offline_example_answers_with_our_backend(tmp_path: Path) -> None:
     (example,) = re.findall(
-        r"^```python\n(from vllm import LLM.*?)^```", (ROOT / "docs" / "vllm.md").read_text(), re.M | re.S
+        r"^```python\n(from vllm import LLM.*?)^```", (ROOT / "docs" / "reference" / "vllm.md").read_text(), re.M | re.S
     )
     file = tmp_path / "example.py"
     file.write_text(example)

@@ -89,7 +89,7 @@ def test_no_kernel_is_compiled_while_somebody_waits(seen: Probe, name: str) -> N
     assert seen(name)["compiled_late"] == [] or name == "apex.overlap"
 
 
-# Of a layer, at most; as they are in docs/cuda.md. headinfer's first layer here has heads in many pieces.
+# Of a layer, at most; as they are in docs/lab/cuda.md. headinfer's first layer here has heads in many pieces.
 LAUNCHES = {
     "scout": 20, "scout.sparse": 20, "scout.per_head": 20, "scout.codes": 20, "infinigen.sparse": 20, "dense": 4,
     "hgca": 11, "hgca.caches": 11, "clo": 39, "clo.sparse": 39, "headinfer": 142, "apex": 51,

@@ -1,7 +1,7 @@
 """Sparse and right: ScoutAttention at budget 1024 of 6,600 tokens, fp32, against the stock backend.
 
 Twice: with the true query in the CPU's partial, as shipped for this model, and with the predicted one, as in the paper,
-where the CPU starts a layer ahead. The figures that were measured are printed and stand in docs/measurements.md.
+where the CPU starts a layer ahead. The figures that were measured are printed and stand in docs/lab/measurements.md.
 """
 
 from __future__ import annotations

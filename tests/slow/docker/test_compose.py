@@ -131,7 +131,7 @@ def test_the_stock_server_is_started_as_the_tests_start_it(monkeypatch: pytest.M
     assert prefill["entrypoint"] == ["python", *command]
     assert {*set_here} <= {*prefill["environment"]}
     shown = 0
-    for page in (ROOT / "docs" / "distributed.md", ROOT / "recipes" / "disaggregated-prefill.md"):
+    for page in (ROOT / "docs" / "guides" / "disaggregate.md", ROOT / "recipes" / "disaggregated-prefill.md"):
         whole = re.sub(r"\\\n\s+", "", page.read_text())
         for line in re.findall(rf"^    .*{' '.join(command)}.*$", whole, re.M):
             shown += 1
@@ -140,7 +140,7 @@ def test_the_stock_server_is_started_as_the_tests_start_it(monkeypatch: pytest.M
 
 
 def test_each_server_computes_on_cores_that_the_user_gives_it() -> None:
-    """By a variable as in the tests, not by a cpuset: docs/distributed.md says why."""
+    """By a variable as in the tests, not by a cpuset: docs/guides/disaggregate.md says why."""
     apart = load("compose.disaggregated.yaml")["services"]
     asked = []
     for name in ("prefill", "decode"):

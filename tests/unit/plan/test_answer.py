@@ -59,7 +59,7 @@ def test_a_small_host_pool_is_named_with_the_numbers_and_the_fix() -> None:
 
 
 def test_the_documentation_has_todays_answers() -> None:
-    text = " ".join((Path(__file__).parents[3] / "docs" / "plan.md").read_text().split())
+    text = " ".join((Path(__file__).parents[3] / "docs" / "reference" / "plan.md").read_text().split())
     for found in (plan(), plan(ram=100 * GIB)):
         assert headline(found) in text and meant(found) in text and told(found) in text
 

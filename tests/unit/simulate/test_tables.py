@@ -9,7 +9,7 @@ import pytest
 from bench import simulate_step
 from bench.simulate_runs import QWEN3_RUNS, SMOLLM2_RUNS, gpu_table, own_runs, validation_error
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "lab"
 CUDA = (DOCS / "cuda.md").read_text()
 
 

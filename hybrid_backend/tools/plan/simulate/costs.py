@@ -17,15 +17,15 @@ from hybrid_backend.model import ModelShape, spec_of
 from hybrid_backend.step.method import frames_per_request
 
 SPAN_PAGES = 8
-"""Pages that share one digest of the second level (docs/cpu-kernels.md)."""
+"""Pages that share one digest of the second level (docs/lab/cpu-kernels.md)."""
 CANDIDATES_PER_PAGE = 4
 """Candidate pages per page of budget that a step which scores all pages leaves to the next steps (decode.cpp)."""
 BEST_PER_PAGE = 2
 """Candidate pages per page of budget in every second step between two full searches, with digests in codes."""
 DIGEST_RATE = 0.5
-"""Rate of scoring digests in place, relative to the rate of attention (measured: docs/cpu-kernels.md)."""
+"""Rate of scoring digests in place, relative to the rate of attention (measured: docs/lab/cpu-kernels.md)."""
 CODE_RATE = 0.3
-"""Rate of scoring digests in codes, relative to the rate of attention (measured: docs/measurements.md)."""
+"""Rate of scoring digests in codes, relative to the rate of attention (measured: docs/lab/measurements.md)."""
 KERNEL_SECONDS = 2e-6
 """Duration of a small kernel. Estimate."""
 GAP_SECONDS = 1.3e-6

@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple
 from hybrid_backend.tools.plan.simulate.costs import Costs
 
 SCOUT_SHARE = 0.082
-"""Share of the selected tokens that the CPU attends (ScoutAttention; 8.7 % measured, docs/measurements.md)."""
+"""Share of the selected tokens that the CPU attends (ScoutAttention; 8.7 % measured, docs/lab/measurements.md)."""
 WITHOUT_RECALL = 20.5 / 10.4
-"""Factor of that share if nothing is recalled (measured over 256 steps, docs/measurements.md)."""
+"""Factor of that share if nothing is recalled (measured over 256 steps, docs/lab/measurements.md)."""
 INFINIGEN_SHARE = 0.088
-"""Share of the selected pages that the step before did not select (measured, docs/measurements.md)."""
+"""Share of the selected pages that the step before did not select (measured, docs/lab/measurements.md)."""
 HGCA_SHARE = 0.52
-"""Share of the attended tokens that the CPU attends at beta 1 and a window of a quarter (docs/measurements.md)."""
+"""Share of the attended tokens that the CPU attends at beta 1 and a window of a quarter (docs/lab/measurements.md)."""
 CLO_HITS = 0.7922
 """Share of clo's lookups that load nothing (CLO, mean of Table 4)."""
 
