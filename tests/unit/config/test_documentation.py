@@ -20,9 +20,6 @@ from tests.unit.config.refused import refusal
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 
 
-# -- documentation ------------------------------------------------------------------------------------------
-
-
 def documented_row(key, field) -> str:
     meaning, _, source = " ".join(field.description.split()).partition(" Source: ")
     default = json.dumps(field.default) if not isinstance(field.default, str) else field.default
