@@ -293,13 +293,15 @@ PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE
 
 # Every page in the folder that it has here, so that one link is right on both sides; a link that leads nowhere is an error.
 docs: $(DOCS_STAMP) ## Build the documents' site into build/site
-	@rm -rf build/docs build/site
-	@mkdir -p build/docs
+	@rm -rf build/docs build/site build/api
+	@mkdir -p build/docs build/api
 	@cp -r $(PAGES) build/docs
+	@cp -r hybrid_backend build/api && cp -r kernels build/api/hybrid_backend # as installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-pages: test-install ## Write again what is generated: docs/reference/support.md, the plans in recipes/
+pages: test-install ## Write again what is generated: docs/reference/{support,cli}.md, the plans in recipes/
 	$(PY) -m bench.support_page docs/reference/support.md
+	$(PY) -m bench.cli_page docs/reference/cli.md
 	$(PY) -m tests.support.recipes
 
 # -- package -------------------------------------------------------------------------------------------------
