@@ -1,4 +1,4 @@
-"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/how/methods.md).
+"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/lab/methods.md).
 
     make capacity
 

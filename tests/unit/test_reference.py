@@ -44,7 +44,7 @@ def test_the_page_of_the_command_is_todays() -> None:
 
 def words(text: str) -> int:
     """Number of words outside of code blocks, pictures and the marks of tables."""
-    text = re.sub(r"```.*?```|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.DOTALL | re.M)
+    text = re.sub(r"```[^`]*```|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.M)
     return len(re.findall(r"\w[\w'.-]*", text))
 
 
@@ -62,5 +62,5 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", IDEAS[:-1])
 def test_a_page_on_an_idea_has_its_picture(page: str) -> None:
-    pictures = re.findall(r"!\[.+\]\((\.\./img/how/\w+\.svg)\)", (DOCS / "how" / f"{page}.md").read_text())
+    pictures = re.findall(r"!\[[^\]]+\]\((\.\./img/how/\w+\.svg)\)", (DOCS / "how" / f"{page}.md").read_text())
     assert pictures and all((DOCS / "how" / picture).is_file() for picture in pictures)
