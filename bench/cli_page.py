@@ -1,6 +1,8 @@
 """Generator of docs/reference/cli.md, from the help texts of the command `hybrid`.
 
     python -m bench.cli_page docs/reference/cli.md        # or: make pages
+
+No engine is needed.
 """
 
 from __future__ import annotations
@@ -8,9 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 import typer.cli
+from typer.testing import CliRunner
 
 _HEAD = """\
 # The command `hybrid`

@@ -300,7 +300,7 @@ def _models() -> list[str]:
     return [
         *_table("## Configurations", ("model", "configuration", "layers", "exact layers"), rows),
         "A model with a file of its own is served with values measured on it. Any other model, in this table or not,",
-        "takes the default configuration, and `hybrid serve` says so at start. `exact_layers: auto` then stands for the",
+        "takes the default configuration, and `hybrid serve` says so at start. `exact_layers: auto` then means the",
         "first two layers with full attention. Layers are counted among the full and sliding ones. `hybrid profile`",
         "measures a configuration ([profile.md](../lab/profile.md)).",
         "",

@@ -56,7 +56,9 @@ def test_a_page_on_an_idea_is_short(page: str, most: int) -> None:
 @pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "how").glob("*.md")))
 def test_the_files_that_a_page_names_exist(page: str) -> None:
     root = DOCS.parent
-    for name in re.findall(r"`((?:hybrid_backend|kernels|tests|configs|bench)/[\w/.]+)`", (DOCS / "how" / page).read_text()):
+    for name in re.findall(
+        r"`((?:hybrid_backend|kernels|tests|configs|bench)/[\w/.]+)`", (DOCS / "how" / page).read_text()
+    ):
         assert (root / name).exists(), name
 
 
