@@ -1,4 +1,4 @@
-"""A method is added by its own file and its registration: the toy method serves, is checked and planned by these."""
+"""A method is added by its own file and its registration: so that of examples/add_method.py serves and is planned."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
+from examples.add_method import FirstAndLast
 from hybrid_backend.cli import app
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import method_names, register, resolve_method, unregister
 from tests.support.harness import PAGE, Engine, config, spec
 from tests.support.scenario import play
 from tests.support.tiny_engine import TinyEngine, TinyModel, random_prompt
-from tests.support.toy_method import Toy
 
 pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register(Toy)
+    register(FirstAndLast)
     yield
-    unregister(Toy)
+    unregister(FirstAndLast)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_a_budget_of_the_whole_context_answers_as_dense_attention(kernels: str) -> None:
     """Requests of a model with weights arrive, decode, grow over pages, are preempted and end."""
-    engine = TinyEngine(config(method="toy", device_kernels=kernels, budget_tokens=32 * PAGE), TinyModel(3))
+    engine = TinyEngine(config(method="first_and_last", device_kernels=kernels, budget_tokens=32 * PAGE), TinyModel(3))
     engine.add("a", random_prompt(3 * PAGE + 5))
     engine.advance(4)
     engine.add("b", random_prompt(PAGE, 1))
@@ -45,29 +45,31 @@ def test_a_budget_of_the_whole_context_answers_as_dense_attention(kernels: str) 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("keys", [{}, {"exact_layers": [1]}, {"sparse": "never"}], ids=str)
 def test_every_output_is_attention_of_the_first_and_last_pages(kernels: str, keys: dict[str, object]) -> None:
-    played = Engine(config(method="toy", device_kernels=kernels, **keys), spec(sinks=True), is_witnessed=True)
+    played = Engine(
+        config(method="first_and_last", device_kernels=kernels, **keys), spec(sinks=True), is_witnessed=True
+    )
     play([played])
     assert played.witness is not None
     assert (played.witness.sparse_rows > 0) == (keys.get("sparse") != "never")
 
 
 def test_its_memory_is_planned_and_its_times_are_left_open() -> None:
-    arguments = ["plan", "smollm2-135m", "--machine=h200", "--ram=64GiB", "--method=toy", "--json"]
+    arguments = ["plan", "smollm2-135m", "--machine=h200", "--ram=64GiB", "--method=first_and_last", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    row = next(row for row in json.loads(result.stdout)["rows"] if row["name"] == "toy")
+    row = next(row for row in json.loads(result.stdout)["rows"] if row["name"] == "first_and_last")
     assert row["fits"] and row["tokens_per_s"] is None
 
 
 def test_two_methods_cannot_have_one_name() -> None:
-    assert resolve_method("toy") is Toy and "toy" in method_names()
-    register(Toy)  # once more changes nothing
+    assert resolve_method("first_and_last") is FirstAndLast and "first_and_last" in method_names()
+    register(FirstAndLast)  # once more changes nothing
 
-    class Other(Toy):
+    class Other(FirstAndLast):
         """Another method."""
 
-    with pytest.raises(ConfigError, match="method: the name 'toy' is taken; give Other another name"):
+    with pytest.raises(ConfigError, match="method: the name 'first_and_last' is taken; give Other another name"):
         register(Other)
-    unregister(Toy)
-    with pytest.raises(ConfigError, match="unknown method 'toy'; known are auto, apex"):
-        resolve_method("toy")
+    unregister(FirstAndLast)
+    with pytest.raises(ConfigError, match="unknown method 'first_and_last'; known are auto, apex"):
+        resolve_method("first_and_last")

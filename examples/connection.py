@@ -1,0 +1,36 @@
+"""The connection to a running server that the other examples share: an option, a client, and errors in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from openai import APIConnectionError, APIStatusError, OpenAI
+
+URL = "http://localhost:8000/v1"
+
+
+def parser(description: str | None) -> ArgumentParser:
+    """Return a parser with the option ``--url``, whose help begins with the docstring of a script."""
+    options = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    options.add_argument("--url", default=URL, help="the server's address (default: %(default)s)")
+    return options
+
+
+@contextmanager
+def connect(url: str) -> Iterator[tuple[OpenAI, str]]:
+    """Yield a client of the server at ``url`` and the name of its model.
+
+    The key is that of the environment variable ``OPENAI_API_KEY``. An error of the server ends the program with one
+    line.
+    """
+    client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "unused"), max_retries=0)
+    try:
+        yield client, client.models.list().data[0].id
+    except APIConnectionError:
+        sys.exit(f"error: no server answers at {url}; start one with `make serve`, or give another address by --url")
+    except APIStatusError as error:
+        sys.exit(f"error: {url} answers with status {error.status_code}: {error.message}")
