@@ -43,7 +43,7 @@ def main() -> None:
     with connect(arguments.url) as (client, model), ThreadPoolExecutor(len(budgets)) as pool:
         answers = pool.map(lambda budget: ask(client, model, prompt, budget, arguments.max_tokens), budgets)
         for budget, text in zip(budgets, answers, strict=True):
-            print(f"budget {budget or 'of the server'}: {text}\n")
+            print(f"budget {budget or 'of the server'}: {' '.join(text.split())}")
 
 
 if __name__ == "__main__":
