@@ -10,12 +10,9 @@ one that names none gets the budget of the server's configuration. vLLM only: SG
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from connection import connect, parser
+from connection import DOCUMENT, connect, parser, text
 from openai import OpenAI
-
-PROMPT_FILE = Path(__file__).parents[1] / "docs" / "reference" / "vllm.md"
 
 
 def ask(client: OpenAI, model: str, prompt: str, budget_tokens: int | None, max_tokens: int) -> str:
@@ -35,15 +32,15 @@ def main() -> None:
     """Ask with all budgets at once: requests of one batch may have different ones."""
     options = parser(__doc__)
     options.add_argument("--budgets", nargs="+", type=int, default=[128, 1024, 100_000], help="default: %(default)s")
-    options.add_argument("--prompt-file", type=Path, default=PROMPT_FILE, help="text to summarise (%(default)s)")
+    options.add_argument("--prompt-file", type=text, default=DOCUMENT, help="text to summarise (default: %(default)s)")
     options.add_argument("--max-tokens", type=int, default=48, help="most tokens of an answer (default: %(default)s)")
     arguments = options.parse_args()
-    prompt = "Summarise:\n" + arguments.prompt_file.read_text()
+    prompt = "Summarise:\n" + arguments.prompt_file
     budgets = [*arguments.budgets, None]
     with connect(arguments.url) as (client, model), ThreadPoolExecutor(len(budgets)) as pool:
         answers = pool.map(lambda budget: ask(client, model, prompt, budget, arguments.max_tokens), budgets)
-        for budget, text in zip(budgets, answers, strict=True):
-            print(f"budget {budget or 'of the server'}: {' '.join(text.split())}")
+        for budget, answer in zip(budgets, answers, strict=True):
+            print(f"budget {budget or 'of the server'}: {' '.join(answer.split())}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ method=dense`. Sums in another order round differently, so two exact answers in 
 
 from __future__ import annotations
 
-from pathlib import Path
 
-from connection import connect, parser
+from connection import DOCUMENT, connect, parser, text
 from openai.types.chat import ChatCompletionTokenLogprob
 
-PROMPT_FILE = Path(__file__).parents[1] / "docs" / "reference" / "vllm.md"
 WHOLE_CONTEXT = 1_000_000_000
 
 
@@ -56,10 +54,10 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--exact-url", help="another server for the exact answer")
     options.add_argument("--budget", type=int, default=128, help="of the sparse answer (default: %(default)s)")
-    options.add_argument("--prompt-file", type=Path, default=PROMPT_FILE, help="text to summarise (%(default)s)")
+    options.add_argument("--prompt-file", type=text, default=DOCUMENT, help="text to summarise (default: %(default)s)")
     options.add_argument("--max-tokens", type=int, default=64, help="most tokens of an answer (default: %(default)s)")
     arguments = options.parse_args()
-    prompt = "Summarise:\n" + arguments.prompt_file.read_text()
+    prompt = "Summarise:\n" + arguments.prompt_file
     exact = answer(arguments.exact_url or arguments.url, prompt, WHOLE_CONTEXT, arguments.max_tokens)
     report(exact, answer(arguments.url, prompt, arguments.budget, arguments.max_tokens))
 

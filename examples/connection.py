@@ -1,16 +1,19 @@
-"""The connection to a running server that the other examples share: an option, a client, and errors in one line."""
+"""What the examples with a server share: options, a client of the server, and errors in one line."""
 
 from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from openai import APIConnectionError, APIStatusError, OpenAI
 
 URL = "http://localhost:8000/v1"
+DOCUMENT = str(Path(__file__).parents[1] / "docs" / "reference" / "vllm.md")
+"""A text of about 3,400 tokens."""
 
 
 def parser(description: str | None) -> ArgumentParser:
@@ -18,6 +21,14 @@ def parser(description: str | None) -> ArgumentParser:
     options = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     options.add_argument("--url", default=URL, help="the server's address (default: %(default)s)")
     return options
+
+
+def text(path: str) -> str:
+    """Return the text of a file that the command line names."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ArgumentTypeError(f"{path}: {error.strerror}") from None
 
 
 @contextmanager

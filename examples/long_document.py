@@ -10,18 +10,16 @@ the document are in the prefix cache.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-from connection import connect, parser
+from connection import DOCUMENT, connect, parser, text
 from openai import OpenAI
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "vllm.md"
 QUESTIONS = ["How is the host pool's size chosen?", "What ends a server?"]
 
 
 def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: int) -> tuple[float, str]:
     """Return the seconds until the first token of the answer to ``question`` about ``document``, and the answer."""
-    begin, first_token_seconds, text = time.perf_counter(), 0.0, ""
+    begin, first_token_seconds, answer = time.perf_counter(), 0.0, ""
     for chunk in client.chat.completions.create(
         model=model,
         messages=[{"role": "system", "content": document}, {"role": "user", "content": question}],
@@ -30,26 +28,23 @@ def ask(client: OpenAI, model: str, document: str, question: str, max_tokens: in
         stream=True,
     ):
         piece = chunk.choices[0].delta.content or ""
-        if piece and not text:
+        if piece and not answer:
             first_token_seconds = time.perf_counter() - begin
-        text += piece
-    return first_token_seconds, text
+        answer += piece
+    return first_token_seconds, answer
 
 
 def main() -> None:
     """Ask the questions of the command line one after another."""
     options = parser(__doc__)
-    options.add_argument("document", nargs="?", type=Path, default=DOCUMENT, help="text file (default: %(default)s)")
+    options.add_argument("document", nargs="?", type=text, default=DOCUMENT, help="text file (default: %(default)s)")
     options.add_argument("questions", nargs="*", default=QUESTIONS)
     options.add_argument("--max-tokens", type=int, default=64, help="most tokens of an answer (default: %(default)s)")
     arguments = options.parse_args()
-    if not arguments.document.is_file():
-        options.error(f"{arguments.document}: no such file")
-    document = arguments.document.read_text()
     with connect(arguments.url) as (client, model):
         for question in arguments.questions:
-            seconds, text = ask(client, model, document, question, arguments.max_tokens)
-            print(f"{question}\n  first token after {seconds:.2f} s: {text}\n")
+            seconds, answer = ask(client, model, arguments.document, question, arguments.max_tokens)
+            print(f"{question}\n  first token after {seconds:.2f} s: {answer}\n")
 
 
 if __name__ == "__main__":

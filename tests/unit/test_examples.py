@@ -46,3 +46,9 @@ def test_without_a_server_a_script_says_how_to_start_one(script: str) -> None:
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.startswith("error: no server answers at http://localhost:") and "make serve" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = run("budgets.py", "--prompt-file", str(tmp_path / "none.txt"))
+    assert done.returncode == 2 and done.stderr.endswith(f"{tmp_path / 'none.txt'}: No such file or directory\n")
