@@ -10,7 +10,6 @@ method=dense`. Sums in another order round differently, so two exact answers in 
 
 from __future__ import annotations
 
-
 from connection import DOCUMENT, connect, parser, text
 from openai.types.chat import ChatCompletionTokenLogprob
 
