@@ -1,6 +1,6 @@
 """Add a method: StreamingLLM (arXiv 2309.17453) over the pages of the host pool, asked one question offline.
 
-To serve it, call `register` in a package's entry point of the group ``vllm.general_plugins`` (docs/how/methods.md).
+To serve it, name the class in your package as an entry point of the group ``hybrid_backend.methods``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from examples.add_method import FirstAndLast
 from hybrid_backend.cli import app
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import method_names, register, resolve_method, unregister
+from hybrid_backend.methods.registry import ENTRY_POINTS, register_installed
 from tests.support.harness import PAGE, Engine, config, spec
 from tests.support.scenario import play
 from tests.support.tiny_engine import TinyEngine, TinyModel, random_prompt
@@ -73,3 +75,27 @@ def test_two_methods_cannot_have_one_name() -> None:
     unregister(FirstAndLast)
     with pytest.raises(ConfigError, match="unknown method 'first_and_last'; known are auto, apex"):
         resolve_method("first_and_last")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The entry points of an installed package; what it registers is forgotten afterwards."""
+    unregister(FirstAndLast)
+    folder = tmp_path / "another_package-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: another-package\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    register_installed.cache_clear()
+    yield folder / "entry_points.txt"
+    register_installed.cache_clear()
+
+
+def test_a_method_that_an_installed_package_names_is_known(installed: Path) -> None:
+    installed.write_text(f"[{ENTRY_POINTS}]\nany = examples.add_method:FirstAndLast\n")
+    assert resolve_method("first_and_last") is FirstAndLast and "first_and_last" in method_names()
+
+
+def test_a_method_that_fails_to_load_is_named(installed: Path) -> None:
+    installed.write_text(f"[{ENTRY_POINTS}]\nany = examples.add_method:Other\n")
+    with pytest.raises(ConfigError, match=r"method: examples\.add_method:Other, which a package names, fails to load"):
+        method_names()
