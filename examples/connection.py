@@ -1,4 +1,4 @@
-"""What the examples with a server share: options, a client of the server, and errors in one line."""
+"""The connection of the examples with a server: options, a client, and errors in one line."""
 
 from __future__ import annotations
 
