@@ -267,6 +267,7 @@ mypy: test-install
 	@ln -sfn ../../../kernels $(VENV)/.typing/hybrid_backend/kernels
 	@ln -sfn ../../../configs $(VENV)/.typing/hybrid_backend/configs
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy examples/*.py
 
 format: test-install ## Format the code
 	$(VENV)/bin/ruff check --fix-only --quiet .
@@ -289,7 +290,7 @@ lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the networ
 
 # -- documents -----------------------------------------------------------------------------------------------
 
-PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE docs recipes
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE docs examples recipes
 
 # Every page in the folder that it has here, so that one link is right on both sides; a link that leads nowhere is an error.
 docs: $(DOCS_STAMP) ## Build the documents' site into build/site
