@@ -18,17 +18,19 @@ from pathlib import Path
 
 from tests.slow.docker.dockerfile import DOCKER, ROOT, Instruction, instructions
 
-TOOLS = ("buildah", "podman", "runc", "catatonit", "debootstrap", "apt-get")
+TOOLS = ("buildah", "podman", "runc", "catatonit", "netavark", "debootstrap", "apt-get")
 _PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,python3-dev,python-is-python3"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_PATH = f"{os.environ['PATH']}:/usr/lib/podman"
+_DEBIAN = "buildah podman runc catatonit netavark debootstrap"
 _PROCESSES = 32768  # podman sets its own limit to it, and nothing below it gets more
 
 
 def missing() -> str | None:
     """Why nothing can be built here, with what would help."""
-    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
+    lacking = [tool for tool in TOOLS if shutil.which(tool, path=_PATH) is None]
     if lacking:
-        return f"no {', '.join(lacking)} here; on Debian: apt-get install buildah podman runc catatonit debootstrap"
+        return f"no {', '.join(lacking)} here; on Debian: apt-get install {_DEBIAN}"
     if os.getuid():
         return "debootstrap needs root"
     if debian_address(_release(instructions("Dockerfile.cpu"))) is None:
@@ -87,6 +89,7 @@ class Builder:
             f'[containers]\ndefault_ulimits = ["nofile={files}:{files}", "nproc={_PROCESSES}:{_PROCESSES}"]\n'
             # runc and no systemd: crun refuses a machine with both versions of cgroups.
             '[engine]\ncgroup_manager = "cgroupfs"\nruntime = "runc"\nevents_logger = "file"\n'
+            '[network]\nnetwork_backend = "netavark"\n'
         )
         return {**os.environ, "CONTAINERS_STORAGE_CONF": str(storage), "CONTAINERS_CONF": str(engine)}
 
@@ -108,10 +111,10 @@ class Builder:
 
     @contextmanager
     def pod(self, manifests: str) -> Iterator[str]:
-        """The pod of a Deployment on the host's network; yields the name of its only container."""
+        """The pod of a Deployment, whose port podman publishes; yields the name of its only container."""
         path = self.folder / "manifests.yaml"
         path.write_text(manifests)
-        self.podman("kube", "play", "--network", "host", str(path))
+        self.podman("kube", "play", str(path))
         try:
             yield self.podman("ps", "--all", "--filter", "name=-pod-0-", "--format", "{{.Names}}")
         finally:
