@@ -99,8 +99,14 @@ def test_the_pod_of_the_cpu_manifests_serves_and_ends(builder: Builder, server: 
     """The Deployment of deploy/cpu, played by podman: its user, limits, read-only root and volumes.
 
     Podman has no probes, so this test asks for their path. The claim is left out, as the volume exists already.
+    Podman's emptyDir belongs to root, so folders with the mode that Kubernetes gives take its place.
     """
     documents, port = render(DEPLOY / "cpu"), free_port()
+    for volume in pod(documents)["volumes"]:
+        if volume.pop("emptyDir", None) is not None:
+            (tmp_path / volume["name"]).mkdir()
+            (tmp_path / volume["name"]).chmod(0o777)
+            volume["hostPath"] = {"path": str(tmp_path / volume["name"]), "type": "Directory"}
     manifests = yaml.safe_dump(documents["Deployment"]).replace("8000", str(port))
     log = tmp_path / "pod.log"
     with builder.pod(manifests) as name:
