@@ -11,23 +11,26 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slow.docker.dockerfile import DOCKER, ROOT, Instruction, instructions
 
-TOOLS = ("buildah", "podman", "runc", "debootstrap", "apt-get")
+TOOLS = ("buildah", "podman", "runc", "catatonit", "netavark", "debootstrap", "apt-get")
 _PACKAGES = "ca-certificates,python3,python3-pip,python3-venv,python3-dev,python-is-python3"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_PATH = f"{os.environ['PATH']}:/usr/lib/podman"
+_DEBIAN = "buildah podman runc catatonit netavark debootstrap"
 _PROCESSES = 32768  # podman sets its own limit to it, and nothing below it gets more
 
 
 def missing() -> str | None:
     """Why nothing can be built here, with what would help."""
-    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
+    lacking = [tool for tool in TOOLS if shutil.which(tool, path=_PATH) is None]
     if lacking:
-        return f"no {', '.join(lacking)} here; on Debian: apt-get install buildah podman runc debootstrap"
+        return f"no {', '.join(lacking)} here; on Debian: apt-get install {_DEBIAN}"
     if os.getuid():
         return "debootstrap needs root"
     if debian_address(_release(instructions("Dockerfile.cpu"))) is None:
@@ -76,12 +79,19 @@ class Builder:
         return done.stdout.strip()
 
     def environment(self) -> dict[str, str]:
-        settings = self.folder / "storage.conf"
-        if not settings.exists():
-            settings.write_text(
-                f'[storage]\ndriver = "overlay"\nrunroot = "{self.folder}/run"\ngraphroot = "{self.folder}/images"\n'
-            )
-        return {**os.environ, "CONTAINERS_STORAGE_CONF": str(settings)}
+        storage, engine = self.folder / "storage.conf", self.folder / "containers.conf"
+        storage.write_text(
+            f'[storage]\ndriver = "overlay"\nrunroot = "{self.folder}/run"\ngraphroot = "{self.folder}/images"\n'
+        )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        engine.write_text(
+            # No more than this machine grants: podman asks for a million.
+            f'[containers]\ndefault_ulimits = ["nofile={files}:{files}", "nproc={_PROCESSES}:{_PROCESSES}"]\n'
+            # runc and no systemd: crun refuses a machine with both versions of cgroups.
+            '[engine]\ncgroup_manager = "cgroupfs"\nruntime = "runc"\nevents_logger = "file"\n'
+            '[network]\nnetwork_backend = "netavark"\n'
+        )
+        return {**os.environ, "CONTAINERS_STORAGE_CONF": str(storage), "CONTAINERS_CONF": str(engine)}
 
     def make_base(self, dockerfile: str) -> None:
         """A Debian with its own Python, as the image that ``dockerfile`` begins with. Python's own image lets pip
@@ -99,6 +109,17 @@ class Builder:
         self.run("buildah", "commit", "--rm", container, f"docker.io/library/{name}", seconds=300)
         shutil.rmtree(root)
 
+    @contextmanager
+    def pod(self, manifests: str) -> Iterator[str]:
+        """The pod of a Deployment, whose port podman publishes; yields the name of its only container."""
+        path = self.folder / "manifests.yaml"
+        path.write_text(manifests)
+        self.podman("kube", "play", str(path))
+        try:
+            yield self.podman("ps", "--all", "--filter", "name=-pod-0-", "--format", "{{.Names}}")
+        finally:
+            self.podman("kube", "down", str(path))
+
     def build(self, dockerfile: str, tag: str) -> None:
         """As docker build does it. Docker's format, because OCI's has no health check."""
         self.run(
@@ -107,22 +128,15 @@ class Builder:
         )  # fmt: skip
 
     def podman(self, *words: str, seconds: float = 120) -> str:
-        return self.run(*self._podman(), *words, seconds=seconds)
+        return self.run("podman", *words, seconds=seconds)
 
     def command(self, name: str, image: str, flags: Sequence[str] = ()) -> list[str]:
         """`podman run` as compose.yaml has it, on the host's network."""
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         return [
-            *self._podman(), "run", "--rm", "--name", name, "--network", "host", "--shm-size", "4g",
+            "podman", "run", "--rm", "--name", name, "--network", "host", "--shm-size", "4g",
             "--cap-drop", "all", "--cap-add", "SYS_NICE", "--security-opt", "no-new-privileges",
-            # No more than this machine grants: podman asks for a million.
-            "--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={_PROCESSES}:{_PROCESSES}",
-            *self._mounts(), *flags, image,
+            "--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:exec", *self._mounts(), *flags, image,
         ]  # fmt: skip
-
-    def _podman(self) -> tuple[str, ...]:
-        # runc and no systemd: crun refuses a machine with both versions of cgroups.
-        return "podman", "--cgroup-manager", "cgroupfs", "--runtime", "runc"
 
     def _mounts(self) -> list[str]:
         """Where this machine's pip finds packages, and whom it trusts: its own business, none of the image's."""

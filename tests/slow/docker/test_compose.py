@@ -48,6 +48,7 @@ def test_the_server_has_the_memory_rights_that_it_needs(services: dict[str, dict
     assert server["shm_size"] == "4gb"
     assert server["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
     assert server["cap_drop"] == ["ALL"] and server["cap_add"] == ["SYS_NICE"]
+    assert server["read_only"] and server["tmpfs"] == ["/tmp:exec"]
     assert server["volumes"] == [f"cache:{last('Dockerfile.cpu', 'VOLUME').words[0]}"]
 
 
