@@ -131,7 +131,8 @@ def pip(command: Command) -> None:
 def curl(command: Command) -> None:
     """Check the address and the JSON body; the engines' tests ask the same addresses."""
     assert re.search(
-        r"localhost:\d+/(v1/(chat/)?completions|hybrid/status.json)$", " ".join(command.words[:3]).split(" -H")[0]
+        r"(localhost|127\.0\.0\.1):\d+/(v1/(models|(chat/)?completions)|hybrid/status.json)$",
+        " ".join(command.words[:3]).split(" -H")[0],
     )
     for before, body in pairwise(command.words):
         if before == "-d":

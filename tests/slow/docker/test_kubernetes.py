@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ def documents(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def with_components(tmp_path: Path) -> dict[str, dict[str, Any]]:
     """What the page's own kustomization gives, in a folder beside a copy of deploy/ as the page has it."""
-    (written,) = re.findall(r"^    # (mine/kustomization\.yaml)\n((?:    .*\n)+)", PAGE.read_text(), re.M)
+    (written,) = re.findall(r"^```text\n# (mine/kustomization\.yaml)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     path = tmp_path / written[0]
     path.parent.mkdir()
-    path.write_text(textwrap.dedent(written[1]))
+    path.write_text(written[1])
     return render(path.parent)
 
 
