@@ -59,7 +59,7 @@ class Bare:
 
 
 def cpu_builds() -> list[str]:
-    """The option that leads pip to PyTorch's CPU builds; none where their index is out of reach and a mirror has torch."""
+    """Lead pip to the CPU builds of PyTorch; nothing where that index is out of reach and a mirror has torch."""
     try:
         there = httpx.get(f"{TORCH_INDEX}/torchvision/", timeout=20, follow_redirects=True).status_code == 200
     except httpx.TransportError:
