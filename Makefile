@@ -319,7 +319,7 @@ wheel: $(WHEEL_STAMP) test-install ## Build dist/: the source distribution and a
 	  ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/.cache/zig" ZIG_LOCAL_CACHE_DIR="$(CURDIR)/.cache/zig" \
 	  $(WHEEL)/bin/python -m build --no-isolation -C--build-option=--plat-name=$(PLATFORM)
 	$(WHEEL)/bin/python -m auditwheel show dist/*.whl
-	HYBRID_WHEELS=dist $(PY) -m pytest tests/slow/docker -q -k wheel
+	HYBRID_WHEELS=dist $(PY) -m pytest tests/slow/docker tests/slow/test_package.py -q -k "wheel or test_package"
 
 clean: ## Remove all environments and everything built (fetched models in .cache stay)
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,7 +31,12 @@ def lay(folder: Path) -> None:
     metadata = Path(str(found.locate_file(f"vllm-{found.version}.dist-info/METADATA")))
     text = metadata.read_text()
     metadata.unlink()  # rather than changed: pip may have linked it
-    metadata.write_text(re.sub(r"^Version: (.*)$", r"Version: \1+cpu", text, count=1, flags=re.MULTILINE))
+    metadata.write_text(re.sub(r"^Version: (.*)$", as_cpu_build, text, count=1, flags=re.MULTILINE))
+
+
+def as_cpu_build(line: re.Match[str]) -> str:
+    """A version of main ends with +COMMIT already, or with +cpu."""
+    return line[0] if "cpu" in line[1] else f"{line[0]}{'.' if '+' in line[1] else '+'}cpu"
 
 
 def package() -> Path:
