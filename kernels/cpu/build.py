@@ -231,19 +231,22 @@ def have(made: list[str]) -> list[str]:
     return [f"-DHB_HAVE_{isa.upper()}" for isa in made]
 
 
-def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
-    """Build the C++ test driver with sanitizers, the kernels linked in.
+def build_driver(target: Path, objects: Path, sanitizers: str = "", tiles: bool = False) -> list[str]:
+    """Build the C++ test driver, the kernels linked in.
 
     Args:
         target: path of the driver.
         objects: folder for object files.
-        sanitizers: value of -fsanitize.
+        sanitizers: value of -fsanitize; empty for none.
         tiles: emulate AMX in software.
+
+    Returns:
+        The instruction sets in the driver.
 
     Raises:
         BuildError: something does not compile.
     """
-    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"] if sanitizers else []
     if tiles:
         extra.append("-DHB_EMULATE_TILES")
     if "undefined" in sanitizers:
@@ -252,6 +255,7 @@ def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> N
     tests = [str(path) for path in sorted((HERE / "tests").glob("*.cpp"))]
     flags = [*COMMON, *extra, *have(made), f"-I{SOURCES}"]
     _run([*compiler(), *flags, *tests, *map(str, files), "-o", str(target)])
+    return made
 
 
 def _run(command: list[str]) -> None:
@@ -264,14 +268,15 @@ def main() -> None:
     """Build the library or the test driver, as the command line says."""
     parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
     parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
-    parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")
+    parser.add_argument("--driver", type=Path, help="build the C++ test driver instead, under this name")
+    parser.add_argument("--sanitize", default="", help="build it with sanitizers: address,undefined or thread")
     parser.add_argument("--emulate-tiles", action="store_true", help="the AMX code on AVX-512 (prompts: with BF16)")
     parser.add_argument("--run", action="store_true", help="run the driver")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            if options.sanitize:
-                driver = Path(scratch) / "driver"
+            if options.sanitize or options.driver:
+                driver = options.driver or Path(scratch) / "driver"
                 build_driver(driver, Path(scratch), options.sanitize, options.emulate_tiles)
                 if options.run:
                     sys.exit(subprocess.run([str(driver)]).returncode)

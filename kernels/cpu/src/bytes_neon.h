@@ -13,9 +13,7 @@
 
 namespace {
 
-INLINE int8x16_t signed_bytes(const uint8_t* p) {
-  return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)));
-}
+INLINE int8x16_t signed_bytes(const uint8_t* p) { return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80))); }
 
 // Four vectors of four lanes -> one vector of their sums.
 INLINE int32x4_t sums_of(const int32x4_t* a) { return vpaddq_s32(vpaddq_s32(a[0], a[1]), vpaddq_s32(a[2], a[3])); }

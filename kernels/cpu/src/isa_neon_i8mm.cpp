@@ -16,7 +16,8 @@ struct Matrices {
     if constexpr (HEADS == 1) {
       Dots::sums<1>(weights, rows, width, sums);  // the second head's half would be lost
     } else {
-      int32x4_t acc[HEADS / 2][2][2];  // two rows by two heads: of each pair of heads, of each pair of rows, of each half
+      int32x4_t acc[HEADS / 2][2]
+                   [2];  // two rows by two heads: of each pair of heads, of each pair of rows, of each half
 #pragma GCC unroll 8
       for (int i = 0; i < 2 * HEADS; i++) acc[i / 4][i / 2 % 2][i % 2] = vdupq_n_s32(0);
       for (int i = 0; i < width; i += 16) {

@@ -34,8 +34,7 @@ static inline __attribute__((always_inline)) void reduce(vf (&acc)[HEADS][TOKENS
   for (int g = 0; g < HEADS; g++)
 #pragma GCC unroll 4
     for (int u = 0; u < TOKENS; u += 4)
-      vst1q_f32(s + g * s_stride + u,
-                vpaddq_f32(both(acc[g][u], acc[g][u + 1]), both(acc[g][u + 2], acc[g][u + 3])));
+      vst1q_f32(s + g * s_stride + u, vpaddq_f32(both(acc[g][u], acc[g][u + 1]), both(acc[g][u + 2], acc[g][u + 3])));
 }
 
 #define HAVE_CODES

@@ -1,4 +1,5 @@
-// Tests of the native code alone, for sanitizers. Exit status 0: every check passed.
+// Tests of the native code alone, for sanitizers and for other architectures under qemu. Prints the variants that were
+// tested. Exit status 0: every check passed.
 //
 //   driver [rounds]
 #include <algorithm>
@@ -29,7 +30,16 @@ int main(int argc, char** argv) {
   }
   test_operations(std::min(rounds, 12));
   test_codes();
+  test_every_variant();
   test_variants();
+  for (int operation = 0; operation < hb::kOperations; operation++) {
+    std::printf("%s:", hb::operation_name(operation));
+    for (int i = 0; i < hb::variant_count(operation); i++) {
+      const hb_model model{BF16, 1, 1, 64, 32, 0.1f, 1.f};
+      if (hb_variant_runs(operation, i, &model)) std::printf(" %s", hb::variant_name(operation, i));
+    }
+    std::printf("\n");
+  }
   std::printf("%s, %d failures\n", hb_isa_name(hb::best_isa()), failures.load());
   return failures ? 1 : 0;
 }
