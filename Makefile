@@ -23,7 +23,7 @@ BENCH_ARGS ?=
 DEVICE ?= cpu
 $(if $(filter cpu cuda,$(DEVICE)),,$(error DEVICE=$(DEVICE): write cpu or cuda))
 $(if $(filter vllm sglang,$(ENGINE)),,$(error ENGINE=$(ENGINE): write vllm or sglang))
-# Another version of the engine than the locked one, in an environment of its own (docs/how/engines.md): `make test
+# Another version of the engine than the locked one, in an environment of its own (docs/reference/versions.md): `make test
 # ENGINE_VERSION=0.31.0`, `make test ENGINE=sglang ENGINE_VERSION=0.5.22`. requirements/ENGINE-VERSION.txt says what else
 # differs from the lock.
 ENGINE_VERSION ?=
@@ -234,7 +234,7 @@ test: $(if $(filter sglang,$(ENGINE)),$(SGLANG_TEST_STAMP),$(TEST_STAMP)) # the 
 	  --ignore tests/engines/$(if $(filter sglang,$(ENGINE)),vllm,sglang) --durations 20
 endif
 
-OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/how/engines.md
+OTHER_VERSIONS := vllm-0.31.0 vllm-0.33.0 sglang-0.5.22  # docs/reference/versions.md
 
 test-versions: ## Run the engines' tests with other versions than the locked ones, each in its own environment
 	for each in $(OTHER_VERSIONS); do \
@@ -267,6 +267,7 @@ mypy: test-install
 	@ln -sfn ../../../kernels $(VENV)/.typing/hybrid_backend/kernels
 	@ln -sfn ../../../configs $(VENV)/.typing/hybrid_backend/configs
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy examples/*.py
 
 format: test-install ## Format the code
 	$(VENV)/bin/ruff check --fix-only --quiet .
@@ -289,17 +290,19 @@ lock: $(VENV)/.python ## Renew the lock files in requirements/ (needs the networ
 
 # -- documents -----------------------------------------------------------------------------------------------
 
-PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE docs recipes
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md RELEASING.md SECURITY.md LICENSE docs examples recipes
 
 # Every page in the folder that it has here, so that one link is right on both sides; a link that leads nowhere is an error.
 docs: $(DOCS_STAMP) ## Build the documents' site into build/site
-	@rm -rf build/docs build/site
-	@mkdir -p build/docs
+	@rm -rf build/docs build/site build/api
+	@mkdir -p build/docs build/api
 	@cp -r $(PAGES) build/docs
+	@cp -r hybrid_backend build/api && cp -r kernels build/api/hybrid_backend # as installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
-pages: test-install ## Write again what is generated: docs/reference/support.md, the plans in recipes/
+pages: test-install ## Write again what is generated: docs/reference/{support,cli}.md, the plans in recipes/
 	$(PY) -m bench.support_page docs/reference/support.md
+	$(PY) -m bench.cli_page docs/reference/cli.md
 	$(PY) -m tests.support.recipes
 
 # -- package -------------------------------------------------------------------------------------------------

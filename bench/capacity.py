@@ -1,10 +1,10 @@
-"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/how/methods.md).
+"""What every method holds and how fast it then decodes: one machine, one model, one length (docs/lab/methods.md).
 
     make capacity
 
-Memory is the planner's, to the page; times are simulated, with the inputs of docs/lab/simulator.md. Each method decodes as
-many requests as fit. Every request has its pages in host memory; APEX attends as many requests on the device as stock
-holds there, and the others by the CPU, parked (what its rule chooses here).
+Memory is the planner's, to the page; times are simulated, with the inputs of docs/lab/simulator.md. Each method decodes
+as many requests as fit. Every request has its pages in host memory; APEX attends as many requests on the device as
+stock holds there, and the others by the CPU, parked (what its rule chooses here).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Our own measured runs and the simulation of them (docs/lab/simulator.md).
 
-CPU: docs/lab/measurements.md, "Whole engine", on two shared cores. The machine's rates are taken from the stock rows alone;
-the hybrid rows are predicted. GPU: docs/lab/cuda.md, "On an H200". The CPU's share and rate are those of the runs.
+CPU: docs/lab/measurements.md, "Whole engine", on two shared cores. The machine's rates are taken from the stock rows
+alone; the hybrid rows are predicted. GPU: docs/lab/cuda.md, "On an H200". The CPU's share and rate are
+those of the runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ so a cell says what a user would see. No engine is needed.
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hybrid_backend import __version__
 from hybrid_backend.config import DEFAULT_FILE, HybridConfig, config_from_mapping, find_config, load_config
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang
@@ -44,6 +47,14 @@ ON_A_GPU = {
 }
 """Features and methods that have run on a GPU (docs/lab/cuda.md)."""
 LAYERS, KV_HEADS = 30, 3
+_LEGEND = (
+    ("yes", "a test runs it"),
+    ("run on one GPU", "it ran on an H200, by hand ([cuda.md](../lab/cuda.md))"),
+    ("written, not run", "nothing refuses it, and it has not run on a GPU"),
+    ("not refused", "nothing refuses it, and no test of ours shows it"),
+    ("refused", "the server does not start; the error names the way out"),
+    ("-", "the engine has no such feature"),
+)
 
 _SGLANG_FLAGS = (
     "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
@@ -212,7 +223,7 @@ def _head() -> list[str]:
         "# What is supported",
         "",
         "Written by `make pages` from the checks that run at start; do not edit it, a test compares. What each test",
-        "shows: [promises.md](promises.md); families of models, one by one: [models.md](models.md).",
+        "shows: [promises.md](promises.md). Families of models, one by one: [models.md](models.md).",
         "",
     ]
 
@@ -227,13 +238,21 @@ def _versions() -> list[str]:
     ]
     return [
         *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
-        '"Tested": all tests have run. "Checked partly": some have; which, and what they gave:',
-        "[engines.md](../how/engines.md#versions), [cuda.md](../lab/cuda.md).",
+        '"Tested": all tests have run. "Checked partly": some tests have run. Which tests, and what they gave:',
+        "[versions.md](versions.md), [cuda.md](../lab/cuda.md).",
         "",
-        f"vLLM {VLLM.tested} and SGLang {SGLANG.tested} start without a warning. Another version starts with one if it",
-        "has all that we lean on, else it is refused by name of what it lacks.",
+        *_table("## Releases", ("hybrid_backend", "vLLM", "SGLang", "Python"), [_release()]),
+        "These versions start without a warning. Another version starts with one if it has all that the plugin uses.",
+        "Otherwise it is refused, and the error names what it lacks.",
         "",
     ]
+
+
+def _release() -> tuple[str, str, str, str]:
+    """Return this release and the versions that it is made for."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    minors = [int(minor) for minor in re.findall(r":: 3\.(\d+)", "\n".join(project["classifiers"]))]
+    return __version__, str(VLLM.tested), str(SGLANG.tested), f"3.{min(minors)} to 3.{max(minors)}"
 
 
 def _methods() -> list[str]:
@@ -248,8 +267,8 @@ def _methods() -> list[str]:
     names = ("method", *COLUMNS, "predicts queries")
     return [
         *_table("## Methods", names, rows),
-        'As `default.yaml` has them. "Predicts queries": unless `lookahead.enabled` is false. A key that a method',
-        "cannot go with is refused at start, in one line: [methods.md](../how/methods.md).",
+        'With the keys of `default.yaml`. "Predicts queries": unless `lookahead.enabled` is false. A key that a method',
+        "does not accept is refused at start, in one line: [methods.md](../how/methods.md).",
         "",
     ]
 
@@ -261,8 +280,8 @@ def _features() -> list[str]:
         rows.append((feature.name, *(_cell(feature, column) for column in COLUMNS), ", ".join(shown)))
     return [
         *_table("## Features", ("feature", *COLUMNS, "shown by"), rows),
-        '"Not refused": nothing here forbids it, and no test of ours shows it. What has run where:',
-        "[cuda.md](../lab/cuda.md).",
+        *_table("What a cell says:", ("cell", "meaning"), _LEGEND),
+        "SGLang on a GPU has no column, because a start there is refused.",
         "",
     ]
 
@@ -281,9 +300,9 @@ def _models() -> list[str]:
     return [
         *_table("## Configurations", ("model", "configuration", "layers", "exact layers"), rows),
         "A model with a file of its own is served with values measured on it. Any other model, in this table or not,",
-        "takes the default configuration; `hybrid serve` says so at start. There `exact_layers: auto` stands for the",
-        "first two layers with full attention, counted among the full and sliding layers. `hybrid profile` measures a",
-        "configuration ([profile.md](../lab/profile.md)).",
+        "takes the default configuration, and `hybrid serve` says so at start. `exact_layers: auto` then means the",
+        "first two layers with full attention. Layers are counted among the full and sliding ones. `hybrid profile`",
+        "measures a configuration ([profile.md](../lab/profile.md)).",
         "",
     ]
 

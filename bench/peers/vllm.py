@@ -49,7 +49,7 @@ def sparse_int4(setup: Setup) -> AbstractContextManager[Server]:
 
 
 def served(setup: Setup) -> AbstractContextManager[Server]:
-    """`hybrid serve MODEL` and nothing else: docs/start/cpu.md says what it chooses."""
+    """`hybrid serve MODEL` and nothing else: docs/reference/cpu-start.md says what it chooses."""
     return _hybrid(setup, _sizes(setup), {})
 
 

@@ -2,7 +2,8 @@
 
 A key is declared once, with its type, its default, a `Rule` and a docstring that ends with the source of the default.
 The rule has the sentence that a user reads when the value is wrong, and the function that enforces it. The error
-messages and docs/reference/configuration.md follow from that declaration. `sections` and `methods` declare the sections.
+messages and docs/reference/configuration.md follow from that declaration. `sections` and `methods` declare the
+sections.
 
 Papers: ScoutAttention is arXiv 2603.27138, Quest is arXiv 2406.10774, StreamingLLM is arXiv 2309.17453,
 HGCA is arXiv 2507.03153, HeadInfer is arXiv 2502.12574, DuoAttention is arXiv 2410.10819, CLO is arXiv 2511.14510.

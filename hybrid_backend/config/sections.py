@@ -93,8 +93,8 @@ class SelectionConfig(Section):
     """Tokens of a request between two selections of a layer among all pages. Between them the layer selects among newer
     pages and the best pages of the last time, at most four times the budget. With codes it does so at each second
     token, among twice the budget, the best pages of the token before. auto: 8 for method quest, else 1, the only value
-    that other methods accept. Source: measured (SmolLM2-135M: docs/lab/measurements.md; LServe, arXiv 2502.14866, attends a
-    selection again for 4 steps)."""
+    that other methods accept. Source: measured (SmolLM2-135M: docs/lab/measurements.md; LServe, arXiv 2502.14866,
+    attends a selection again for 4 steps)."""
 
     @property
     def steps_between_looks(self) -> int:

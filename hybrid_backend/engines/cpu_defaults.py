@@ -1,4 +1,4 @@
-"""Choices of `hybrid serve` on a CPU where the user made none. The measurements are in docs/start/cpu.md."""
+"""Choices of `hybrid serve` on a CPU where the user made none. The measurements are in docs/reference/cpu-start.md."""
 
 from __future__ import annotations
 

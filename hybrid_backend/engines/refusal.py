@@ -1,4 +1,4 @@
-"""Refusals at start: tables of settings, from which docs/reference/support.md is written, and the checks that engines share."""
+"""Refusals at start: tables of settings, which write docs/reference/support.md, and the checks that engines share."""
 
 from __future__ import annotations
 

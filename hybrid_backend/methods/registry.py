@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import entry_points
+
 import torch
 
 from hybrid_backend.batch import ModelSpec
@@ -18,6 +21,8 @@ from hybrid_backend.methods.scout import Scout
 from hybrid_backend.step.method import Method
 
 AUTO = "auto"
+ENTRY_POINTS = "hybrid_backend.methods"
+"""Group of the entry points by which another installed package names its methods."""
 
 _METHODS: dict[str, type[Method]] = {
     method.name: method for method in (Apex, Clo, Dense, HeadInfer, Hgca, InfiniGen, Quest, Scout)
@@ -40,8 +45,24 @@ def unregister(method: type[Method]) -> None:
     _METHODS.pop(method.name, None)
 
 
+@cache
+def register_installed() -> None:
+    """Register the methods that other installed packages name as entry points, once in a process.
+
+    Raises:
+        ConfigError: a method cannot be imported, or its name is taken.
+    """
+    for entry_point in entry_points(group=ENTRY_POINTS):
+        try:
+            method = entry_point.load()
+        except Exception as error:
+            raise ConfigError(f"method: {entry_point.value}, which a package names, fails to load: {error}") from error
+        register(method)
+
+
 def method_names() -> list[str]:
     """Return the names of all methods, sorted."""
+    register_installed()
     return sorted(_METHODS)
 
 
@@ -57,6 +78,7 @@ def resolve_method(name: str) -> type[Method]:
 
 def check_method_name(name: str) -> None:
     """Raise ConfigError unless ``name`` is ``auto`` or that of a method."""
+    register_installed()
     if name != AUTO and name not in _METHODS:
         raise ConfigError(f"method: unknown method {name!r}; known are {AUTO}, {', '.join(method_names())}")
 

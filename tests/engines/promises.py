@@ -23,9 +23,8 @@ NOTHING_LEFT = ("hybrid_resident_requests", "hybrid_frames_in_use")
 def the_readmes_first_answer_is_right_each_time(server: Server) -> None:
     """The snippet is cut out of README and run as it stands, but for the server's address."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    snippet = re.search(r"^( +)from openai import OpenAI\n(?:\1.*\n|\n)+", readme, re.MULTILINE)
-    assert snippet is not None and f'model="{server.model}"' in snippet[0]
-    code = re.sub(f"^{snippet[1]}", "", snippet[0], flags=re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert f'model="{server.model}"' in code
     assert code.count("http://localhost:8000/v1") == 1
     for _ in range(6):
         with contextlib.redirect_stdout(io.StringIO()) as printed:

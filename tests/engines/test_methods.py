@@ -34,7 +34,7 @@ def test_tokens_equal_the_stock_backends_alone_and_four_at_once(
     assert [server.complete(prompt, TOKENS) for prompt in alone] == stock.to(alone, TOKENS)
     assert server.complete_all(together, TOKENS) == stock.to(together, TOKENS)
     assert (server.total("hybrid_cpu_tokens_total") > 0) == exact.asks_cpu
-    if method != "dense":  # which has nothing on the device
+    if exact.on_device:
         assert server.total("hybrid_device_bytes") > 0
         assert server.total("hybrid_copied_bytes") > 0
     promises.nothing_is_left(server)
@@ -42,7 +42,7 @@ def test_tokens_equal_the_stock_backends_alone_and_four_at_once(
 
 @only("vllm", "what SGLang aborts is the same for every method: sglang/test_serving.py")
 @pytest.mark.parametrize(
-    "served", [method for method in ENGINE.METHODS if method != "dense"], indirect=True, scope="module"
+    "served", [method for method, exact in ENGINE.METHODS.items() if exact.on_device], indirect=True, scope="module"
 )
 def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(served: tuple[str, Server]) -> None:
     """Survivors fit the window or the frames, where every method is exact: they answer as if they were alone.

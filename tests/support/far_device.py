@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.cpu.build import compiler
 from tests.support import gpu, streams
+from tests.support.far_attention import CUDA_ONLY
 from tests.support.interpreter import stores_within, traffic
 from tests.support.streams import STREAMS, Event, Graph, Stream
 
@@ -187,7 +188,7 @@ def _at_once() -> bool:
 
 def _launch(func: Any, name: str, args: Any, kwargs: dict[str, Any], has_far: bool, to_device: bool) -> Any:
     """An operator of the device: done at once, or launched, if the device is late or a graph is captured."""
-    call = _ON_CUDA_ONLY.get(name, func)
+    call = CUDA_ONLY.get(name, func)
     near, options = tree_map(_snapshot if STREAMS.late and to_device else _near, (args, kwargs))
     goes_on = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
 
@@ -305,38 +306,6 @@ def _check_crossing(name: str, args: Any) -> None:
         host = source if isinstance(to, Far) else to
         assert plain and _is_pinned(host), "a copy that nobody waits for needs pinned memory"
         assert goes_on, "a copy that is not non_blocking waits for the device"
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, scale: float) -> Any:
-    assert q.dtype in (torch.float16, torch.bfloat16), "FlashAttention on CUDA takes 16-bit types only"
-    none = torch.empty(0)
-    return (*_dense(q, k, v, causal, scale), none, none, q.shape[2], k.shape[2], none, none, none)
-
-
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, dropout: float = 0.0, causal: bool = False,
-    *, scale: float,
-) -> Any:  # fmt: skip
-    assert lse and bias is None
-    out, sums = _dense(q, k, v, causal, scale)
-    padded = sums.new_full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), float("inf"))
-    padded[..., : sums.shape[2]] = sums
-    return out, padded, torch.empty(0), torch.empty(0)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    assert q.shape[1] == k.shape[1] == v.shape[1], "as many query heads as KV heads"
-    logits = q.float() @ k.float().transpose(-1, -2) * scale
-    if causal:
-        assert q.shape[2] == k.shape[2]
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
-    return (logits.softmax(-1) @ v.float()).to(q.dtype), logits.logsumexp(-1)
-
-
-_ON_CUDA_ONLY = {
-    "_scaled_dot_product_flash_attention": _flash,
-    "_scaled_dot_product_efficient_attention": _efficient,
-}
 
 
 class _Rules(TorchDispatchMode):

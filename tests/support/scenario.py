@@ -118,10 +118,8 @@ def is_dense(engine: Engine, work: Mapping[str, int]) -> bool:
         return True
     sequences = [engine.sequences[name] for name in work]
     longest = max([-(-(s.tokens + 1) // config.page_size) for s in sequences if s.tokens >= s.prompt], default=0)
-    frames = engine.runtime.tiers.frames.size or config.frames_per_request
-    if config.sparse == "always" or config.method == "quest" or not isinstance(frames, int):
-        return longest <= config.budget_pages
-    return longest <= frames
+    frames = engine.runtime.tiers.frames.size
+    return longest <= (config.budget_pages if config.sparse == "always" or not frames else frames)
 
 
 def check_nothing_is_left(engine: Engine) -> None:

@@ -51,7 +51,7 @@ NAMES = {
     "there",
     "wanted",
 }
-FOLDERS = ("hybrid_backend", "kernels")
+FOLDERS = ("hybrid_backend", "kernels", "examples")
 PATHS = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -86,8 +86,8 @@ def test_an_extra_installs_a_tested_engine(extra: str, tested: Range) -> None:
 def test_what_is_called_tested_is_what_all_tests_have_run_on(
     engine: Engine, locked: str, partly: tuple[str, ...]
 ) -> None:
-    """docs/how/engines.md lists each version's tests. What starts without a warning is in one column or the other."""
-    text = (ROOT / "docs" / "how" / "engines.md").read_text()
+    """docs/reference/versions.md lists each version's tests. What starts without a warning is in a column."""
+    text = (ROOT / "docs" / "reference" / "versions.md").read_text()
     rows = dict(re.findall(rf"^\| {engine.name} ([\d.]+) \| (.*) \|$", text, re.M))
     quiet = {version for version in rows if engine.tested.warning(engine.name, version) is None}
     assert quiet == {locked, *partly}

@@ -1,1 +1,1 @@
-"""Command ``hybrid plan``: predicts memory use and speed of each method before a server is started (docs/reference/plan.md)."""
+"""Command ``hybrid plan``: predicts memory use and speed of each method before a start (docs/reference/plan.md)."""

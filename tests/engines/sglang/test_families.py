@@ -1,7 +1,8 @@
 """Families of models on SGLang's CPU engine: tiny random-weight models, stock (torch_native) and hybrid, in fp32.
 
-Those of `tests.engines.vllm.families` that the stock engine itself serves on a CPU without Triton; docs/reference/models.md says
-why not the others. All are served by one process (family_probe.py), which the first test waits for.
+Those of `tests.engines.vllm.families` that the stock engine itself serves on a CPU without Triton;
+docs/reference/models.md says why not the others. All are served by one process (family_probe.py), which the first test
+waits for.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ METHODS = {
         (0, 2, 4, 6),
         FOUR,
     ),
-    "dense": Exact({}, (2, 5), FOUR),
+    "dense": Exact({}, (2, 5), FOUR, on_device=False),
     "hgca": Exact({"hgca.window_tokens": 448}, (0, 2, 4, 6), FOUR),
     # Two buffers of 160 tokens: a quarter of the longest context is on the device at a time.
     # Some heads never leave it. (Buffers of one page: tests/unit/runtime/test_headinfer.py.)

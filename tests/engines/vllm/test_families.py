@@ -46,9 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> Probe:
+def seen(folder: Path, request: pytest.FixtureRequest) -> Probe:
+    """Serve the families of the selected tests, so that ``-k mixtral`` waits for one; all where a test names none."""
     names = [*FAMILIES, "llama.methods", "gemma3.methods", *(f"{name}.state" for name in OWN_STATE)]
     names += ["llama.compiled", "llama.parallel", "gemma3.mostly_full", "gpt_oss.half"]
+    tests = [item for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params.get("family") if hasattr(item, "callspec") else None for item in tests}
+    if None not in chosen:
+        names = [name for name in names if name.partition(".")[0] in chosen]
     return run(folder, "vllm/family_probe.py", *names, seconds=2700, paths=[ROOT, BESIDE])
 
 

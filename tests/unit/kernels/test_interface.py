@@ -9,6 +9,7 @@ import pytest
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import interface, library
+from hybrid_backend.kernels.cpu.build import HEADERS
 from hybrid_backend.kernels.cpu.interface import CONSTANTS, PACKERS, PROTOTYPES, STRUCTURES
 from hybrid_backend.kernels.digest_format import CODES, MINMAX, MINMAX_INT8
 from hybrid_backend.kernels.operations import Counters
@@ -25,7 +26,7 @@ def test_structures_and_prototypes_are_those_of_the_headers() -> None:
 
 
 def test_a_packed_argument_has_the_size_of_its_structure() -> None:
-    assert len(PACKERS) == 16
+    assert len(PACKERS) == HEADERS[1].read_text().count("_args* args);")
     for name, packer in PACKERS.items():
         assert packer.size == ctypes.sizeof(STRUCTURES[f"{name}_args"]), name
 

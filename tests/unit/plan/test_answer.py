@@ -64,12 +64,13 @@ def test_the_documentation_has_todays_answers() -> None:
         assert headline(found) in text and meant(found) in text and told(found) in text
 
 
-def test_the_readmes_plan_is_todays() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    found = re.search(r"`hybrid plan (\S+) ([^`]+)` says:\n\n((?:    .*\n)+)", readme)
-    assert found is not None
-    printed = run(*shlex.split(found[2]), model=found[1], columns=80).stdout
-    lines = [line.strip() for line in found[3].splitlines()]
+@pytest.mark.parametrize("page", ["guides/choose-a-method.md", "start/gpu.md"])
+def test_the_plan_that_a_page_shows_is_todays(page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    shown = re.search(r"^hybrid plan (\S+) (.+)\n```\n\n(?:.+\n\n)?```text\n((?:.+\n)+?)```", text, re.M)
+    assert shown is not None
+    printed = run(*shlex.split(shown[2]), model=shown[1], columns=80).stdout
+    lines = shown[3].splitlines()
     assert [line.strip() for line in printed.splitlines()[: len(lines)]] == lines
 
 

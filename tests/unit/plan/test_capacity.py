@@ -1,4 +1,4 @@
-"""The table of capacity in docs/how/methods.md (`make capacity`)."""
+"""The table of capacity in docs/lab/methods.md (`make capacity`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench import capacity
 
 pytestmark = pytest.mark.slow
 
-TEXT = (Path(__file__).parents[3] / "docs" / "how" / "methods.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "lab" / "methods.md").read_text()
 
 
 def test_the_documentation_has_todays_table() -> None:
