@@ -253,7 +253,7 @@ def build_driver(target: Path, objects: Path, sanitizers: str = "", tiles: bool 
         extra.append("-fno-sanitize-recover=undefined")
     made, files = compile_all(objects, extra)
     tests = [str(path) for path in sorted((HERE / "tests").glob("*.cpp"))]
-    flags = [*COMMON, *extra, *have(made), f"-I{SOURCES}"]
+    flags = ["-O2", *COMMON, *extra, *have(made), f"-I{SOURCES}"]
     _run([*compiler(), *flags, *tests, *map(str, files), "-o", str(target)])
     return made
 
