@@ -308,18 +308,19 @@ pages: test-install ## Write again what is generated: docs/reference/{support,cl
 # -- package -------------------------------------------------------------------------------------------------
 
 GLIBC ?= 2.28
-MACHINE := $(shell uname -m)
-PLATFORM := manylinux_$(subst .,_,$(GLIBC))_$(MACHINE)
+MACHINE ?= x86_64 aarch64  # architectures that have a wheel
 
-# Clang with the symbols of an old glibc (ziglang): gcc would ask for those of this machine's. The wheel is made from the
-# source distribution, so that both are proven.
-wheel: $(WHEEL_STAMP) test-install ## Build dist/: the source distribution and a wheel for any Python 3; check and try both
+# Clang with the symbols of an old glibc (ziglang), for any architecture: gcc would ask for those of this machine's. The
+# wheels are made from the source distribution, so that both are proven. What this machine cannot run, qemu-aarch64 runs.
+wheel: $(WHEEL_STAMP) test-install ## Build dist/: the source distribution and wheels for any Python 3; check and try them
 	@rm -rf build dist
-	CXX="'$(CURDIR)/$(WHEEL)/bin/python' -m ziglang c++ -target $(MACHINE)-linux-gnu.$(GLIBC) -s" \
-	  ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/.cache/zig" ZIG_LOCAL_CACHE_DIR="$(CURDIR)/.cache/zig" \
-	  $(WHEEL)/bin/python -m build --no-isolation -C--build-option=--plat-name=$(PLATFORM)
-	$(WHEEL)/bin/python -m auditwheel show dist/*.whl
-	HYBRID_WHEELS=dist $(PY) -m pytest tests/slow/docker tests/slow/test_package.py -q -k "wheel or test_package"
+	export ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/.cache/zig" ZIG_LOCAL_CACHE_DIR="$(CURDIR)/.cache/zig"; \
+	for machine in $(MACHINE); do \
+	  CXX="'$(CURDIR)/$(WHEEL)/bin/python' -m ziglang c++ -target $$machine-linux-gnu.$(GLIBC) -s" $(WHEEL)/bin/python -m build \
+	    --no-isolation -C--build-option=--plat-name=manylinux_$(subst .,_,$(GLIBC))_$$machine || exit; \
+	done
+	for wheel in dist/*.whl; do $(WHEEL)/bin/python -m auditwheel show "$$wheel" || exit; done
+	HYBRID_WHEELS=dist $(PY) -m pytest tests/slow/docker tests/slow/test_arm.py tests/slow/test_package.py -q -k "wheel or test_package"
 
 clean: ## Remove all environments and everything built (fetched models in .cache stay)
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,16 +36,26 @@ COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"]
 ISA_COMMON = ["-O3", "-ffp-contract=fast", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
-ISA_FLAGS = {
-    "avx2": _AVX2,
-    "avx2_bytes": _AVX2,
-    "avx512": _AVX512,
-    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
-    "vnni": [*_AVX512, "-mavx512vnni"],
-    "vbmi": [*_AVX512, "-mavx512vbmi"],
-    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
-    "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+_ARM = "-march=armv8.2-a"
+_ISA_FLAGS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "avx2": _AVX2,
+        "avx2_bytes": _AVX2,
+        "avx512": _AVX512,
+        "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+        "vnni": [*_AVX512, "-mavx512vnni"],
+        "vbmi": [*_AVX512, "-mavx512vbmi"],
+        "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
+        "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    },
+    "aarch64": {
+        "neon": [],
+        "neon_dotprod": [f"{_ARM}+dotprod"],
+        "neon_i8mm": [f"{_ARM}+dotprod+i8mm"],
+        "neon_bf16": [f"{_ARM}+bf16"],
+    },
 }
+"""Compiler flags by architecture and instruction set."""
 # The library exports no C++ symbol, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = [
@@ -113,10 +123,20 @@ def sources() -> list[Path]:
     return sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def isas() -> list[str]:
-    """List the instruction sets that this machine's architecture has units for."""
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return ["generic", *ISA_FLAGS] if x86 else ["generic"]
+def machine(command: list[str]) -> str:
+    """Return the architecture that a compiler builds for; this machine's where the compiler does not tell."""
+    told = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, errors="replace").stdout
+    name = told.partition("-")[0].strip() or platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def isa_flags(command: list[str]) -> dict[str, list[str]]:
+    """Return the flags of each instruction set that the compiler's architecture has units for."""
+    chosen = {"generic": [], **_ISA_FLAGS.get(machine(command), {})}
+    if any("zig" in Path(word).name for word in command):
+        # Zig names a CPU where clang and gcc name an architecture.
+        return {isa: [flag.replace(_ARM, "-mcpu=generic") for flag in flags] for isa, flags in chosen.items()}
+    return chosen
 
 
 def build(target: Path, objects: Path, extra: list[str] | None = None) -> list[str]:
@@ -172,7 +192,8 @@ def compile_all(objects: Path, extra: list[str]) -> tuple[list[str], list[Path]]
         return out, None if result.returncode == 0 else result.stderr
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        jobs = {isa: threads.submit(compile_unit, f"isa_{isa}", ISA_COMMON + ISA_FLAGS.get(isa, [])) for isa in isas()}
+        units = isa_flags(cxx).items()
+        jobs = {isa: threads.submit(compile_unit, f"isa_{isa}", ISA_COMMON + flags) for isa, flags in units}
         core = [threads.submit(compile_unit, unit, ["-O3", *definitions(unit)]) for unit in CORE if unit != "dispatch"]
         made, files = [], []
         for isa, job in jobs.items():
@@ -210,27 +231,31 @@ def have(made: list[str]) -> list[str]:
     return [f"-DHB_HAVE_{isa.upper()}" for isa in made]
 
 
-def build_driver(target: Path, objects: Path, sanitizers: str, tiles: bool) -> None:
-    """Build the C++ test driver with sanitizers, the kernels linked in.
+def build_driver(target: Path, objects: Path, sanitizers: str = "", tiles: bool = False) -> list[str]:
+    """Build the C++ test driver, the kernels linked in.
 
     Args:
         target: path of the driver.
         objects: folder for object files.
-        sanitizers: value of -fsanitize.
+        sanitizers: value of -fsanitize; empty for none.
         tiles: emulate AMX in software.
+
+    Returns:
+        The instruction sets in the driver.
 
     Raises:
         BuildError: something does not compile.
     """
-    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    extra = [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g1", "-O1"] if sanitizers else []
     if tiles:
         extra.append("-DHB_EMULATE_TILES")
     if "undefined" in sanitizers:
         extra.append("-fno-sanitize-recover=undefined")
     made, files = compile_all(objects, extra)
     tests = [str(path) for path in sorted((HERE / "tests").glob("*.cpp"))]
-    flags = [*COMMON, *extra, *have(made), f"-I{SOURCES}"]
+    flags = ["-O2", *COMMON, *extra, *have(made), f"-I{SOURCES}"]
     _run([*compiler(), *flags, *tests, *map(str, files), "-o", str(target)])
+    return made
 
 
 def _run(command: list[str]) -> None:
@@ -243,14 +268,15 @@ def main() -> None:
     """Build the library or the test driver, as the command line says."""
     parser = argparse.ArgumentParser(description="Build the native CPU kernels.")
     parser.add_argument("--out", type=Path, default=HERE / LIBRARY)
-    parser.add_argument("--sanitize", help="build the C++ test driver instead, e.g. address,undefined or thread")
+    parser.add_argument("--driver", type=Path, help="build the C++ test driver instead, under this name")
+    parser.add_argument("--sanitize", default="", help="build it with sanitizers: address,undefined or thread")
     parser.add_argument("--emulate-tiles", action="store_true", help="the AMX code on AVX-512 (prompts: with BF16)")
     parser.add_argument("--run", action="store_true", help="run the driver")
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            if options.sanitize:
-                driver = Path(scratch) / "driver"
+            if options.sanitize or options.driver:
+                driver = options.driver or Path(scratch) / "driver"
                 build_driver(driver, Path(scratch), options.sanitize, options.emulate_tiles)
                 if options.run:
                     sys.exit(subprocess.run([str(driver)]).returncode)

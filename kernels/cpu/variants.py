@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 class CpuModel(NamedTuple):
-    """Vendor, family and model of an x86 CPU, as CPUID names them."""
+    """Vendor, family and model of an x86 CPU, as CPUID names them; of an Arm CPU implementer, architecture and part."""
 
     vendor: str
     family: int
@@ -98,7 +98,7 @@ KNOWN: tuple[tuple[str, str, int, range, tuple[str, ...]], ...] = (
 
 
 def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
-    """Read the CPU's model from Linux; empty and zeros where Linux does not report it (aarch64)."""
+    """Read the CPU's model from Linux; empty and zeros where Linux does not report it."""
     try:
         lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -106,9 +106,13 @@ def this_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuModel:
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
     def number(name: str) -> int:
-        value = fields.get(name, "")
-        return int(value) if value.isdecimal() else 0
+        try:
+            return int(fields.get(name, ""), 0)
+        except ValueError:
+            return 0
 
+    if "CPU implementer" in fields:
+        return CpuModel(fields["CPU implementer"], number("CPU architecture"), number("CPU part"))
     return CpuModel(fields.get("vendor_id", ""), number("cpu family"), number("model"))
 
 

@@ -31,6 +31,7 @@ _CPU_FLAGS = {
     "amx": {"amx_tile", "amx_bf16"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx2": {"avx2", "fma", "f16c"},
+    "neon": {"asimd"},
 }
 """Flags of /proc/cpuinfo by the native library's instruction sets (kernels/cpu/build.py)."""
 
@@ -56,7 +57,8 @@ def check_kernels(
 
 def _check_instruction_sets(built: Sequence[str], cpuinfo: Path) -> Finding:
     try:
-        flags = set(re.findall(r"\w+", cpuinfo.read_text().partition("\nflags")[2].partition("\n")[0]))
+        lines = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        flags = set(lines[1].split() if lines else ())
     except OSError as error:
         return unknown("instruction sets", error, f"nothing to do: {built[0]} is used")
     missing = [name for name, needed in _CPU_FLAGS.items() if needed <= flags and name not in built]
@@ -65,7 +67,7 @@ def _check_instruction_sets(built: Sequence[str], cpuinfo: Path) -> Finding:
         fix = "build with gcc 12 or clang 15 or later; if they stay away, the kernel or hypervisor does not allow them"
         return Finding("instruction sets", "warning", f"{text}; the CPU has {', '.join(missing)} too", fix)
     if built[0] == "generic":
-        fix = "use a CPU with AVX2 (x86-64-v3) or more"
+        fix = "use a CPU with AVX2 (x86-64-v3) or more, or with NEON (AArch64)"
         return Finding("instruction sets", "warning", f"{text}: many times slower than AVX2", fix)
     return Finding("instruction sets", "ok", text)
 

@@ -9,6 +9,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace hb {
@@ -44,11 +46,24 @@ struct CpuFeatures {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
   }
 };
+#elif defined(__aarch64__)
+struct CpuFeatures {
+  bool dotprod, i8mm, bf16;
+  CpuFeatures() {
+    // Named HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16 in headers that are new enough.
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    dotprod = first & (1ul << 20);
+    i8mm = dotprod && (second & (1ul << 13));
+    bf16 = second & (1ul << 14);
+  }
+};
+#else
+struct CpuFeatures {};
+#endif
 [[maybe_unused]] const CpuFeatures& cpu() {
   static const CpuFeatures features;
   return features;
 }
-#endif
 
 struct Entry {
   const Isa* isa;
@@ -69,6 +84,8 @@ struct Table {
 #ifdef HB_HAVE_AVX2
     add(hb_isa_avx2, cpu().avx2);
 #endif
+#elif defined(HB_HAVE_NEON)
+    add(hb_isa_neon, true);
 #endif
     add(hb_isa_generic, true);
   }
@@ -149,6 +166,18 @@ struct Variants {
 #endif
 #if defined(__x86_64__) && defined(HB_HAVE_AVX2) && defined(HB_HAVE_AVX2_BYTES)
     add_bytes("avx2", hb_isa_avx2, cpu().avx2, hb_avx2_bytes);
+#endif
+#ifdef HB_HAVE_NEON
+#ifdef HB_HAVE_NEON_BF16
+    add_prompt("neon_bf16", hb_isa_neon, cpu().bf16, fits_bf16, hb_neon_bf16_prompt);
+#endif
+#ifdef HB_HAVE_NEON_I8MM
+    add_bytes("neon_i8mm", hb_isa_neon, cpu().i8mm, hb_neon_i8mm_bytes);
+#endif
+#ifdef HB_HAVE_NEON_DOTPROD
+    add_bytes("neon_dotprod", hb_isa_neon, cpu().dotprod, hb_neon_dotprod_bytes);
+#endif
+    add_bytes("neon", hb_isa_neon, true, hb_neon_bytes);
 #endif
     for (int i = 0; i < isa_count(); i++) add_isa(isa_at(i), isa_runs(i));
     for (int operation = 0; operation < kOperations; operation++)

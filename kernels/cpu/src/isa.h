@@ -154,10 +154,13 @@ struct Isa {
 };
 
 #define HB_HIDDEN __attribute__((visibility("hidden")))
-extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx;
+extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx, hb_isa_neon;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni_bytes;  // for AVX-512 CPUs that have VNNI
 extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16. The latter also needs AMX, and a head_dim that is a multiple of
 // 32.
 extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;
+// For NEON CPUs: with nothing more, with DotProd, with DotProd and I8MM.
+extern "C" HB_HIDDEN const ByteKernels hb_neon_bytes, hb_neon_dotprod_bytes, hb_neon_i8mm_bytes;
+extern "C" HB_HIDDEN const PromptFn hb_neon_bf16_prompt;  // bf16 only; for NEON CPUs that have BF16

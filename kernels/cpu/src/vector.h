@@ -23,6 +23,8 @@
 #define IN_REGISTER(x) asm("" : "+v"(x))
 #elif defined(__x86_64__)
 #define IN_REGISTER(x) asm("" : "+x"(x))
+#elif defined(__aarch64__)
+#define IN_REGISTER(x) asm("" : "+w"(x))
 #else
 #define IN_REGISTER(x)
 #endif

@@ -51,3 +51,4 @@ void test_mailbox(int rounds, int64_t spin);
 void test_questions(int rounds, int64_t spin);
 void test_codes();
 void test_variants();
+void test_every_variant();

@@ -1,9 +1,13 @@
-// Tests of the native code alone, for sanitizers. Exit status 0: every check passed.
+// Tests of the native code alone, for sanitizers and for other architectures under qemu. Prints the variants that were
+// tested. Exit status 0: every check passed.
 //
-//   driver [rounds]
+//   driver [rounds [test...]]
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -20,16 +24,43 @@ void fake_gomp_parallel(void (*body)(void*), void* data, unsigned threads, unsig
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 40;
-  test_kernels(rounds);
-  for (const int64_t spin : {INT64_C(0), INT64_C(1'000'000)}) {  // nanoseconds
-    test_pool(rounds, spin);
-    test_decode(rounds, spin);
-    test_mailbox(rounds, spin);
-    test_questions(rounds, spin);
+  struct Test {
+    const char* name;
+    std::function<void()> run;
+  };
+  const auto spinning = [rounds](void (*test)(int, int64_t)) {
+    return [=] {
+      for (const int64_t spin : {INT64_C(0), INT64_C(1'000'000)}) test(rounds, spin);  // nanoseconds
+    };
+  };
+  const Test tests[] = {
+      {"kernels", [rounds] { test_kernels(rounds); }},
+      {"codes", test_codes},
+      {"every_variant", test_every_variant},
+      {"variants", test_variants},
+      {"operations", [rounds] { test_operations(std::min(rounds, 12)); }},
+      {"pool", spinning(test_pool)},
+      {"decode", spinning(test_decode)},
+      {"mailbox", spinning(test_mailbox)},
+      {"questions", spinning(test_questions)},
+  };
+  for (const Test& test : tests) {
+    const auto is_named = [&test](const char* name) { return !std::strcmp(name, test.name); };
+    if (argc > 2 && std::none_of(argv + 2, argv + argc, is_named)) continue;
+    const auto begin = std::chrono::steady_clock::now();
+    test.run();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    std::printf("%s: %.1f s\n", test.name, taken.count());
+    std::fflush(stdout);
   }
-  test_operations(std::min(rounds, 12));
-  test_codes();
-  test_variants();
+  for (int operation = 0; operation < hb::kOperations; operation++) {
+    std::printf("%s:", hb::operation_name(operation));
+    for (int i = 0; i < hb::variant_count(operation); i++) {
+      const hb_model model{BF16, 1, 1, 64, 32, 0.1f, 1.f};
+      if (hb_variant_runs(operation, i, &model)) std::printf(" %s", hb::variant_name(operation, i));
+    }
+    std::printf("\n");
+  }
   std::printf("%s, %d failures\n", hb_isa_name(hb::best_isa()), failures.load());
   return failures ? 1 : 0;
 }

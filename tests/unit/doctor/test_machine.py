@@ -40,6 +40,8 @@ def test_missing_native_kernels_are_told_and_a_problem_where_they_are_required()
 @pytest.mark.parametrize(
     ("built", "flags", "state", "text"),
     [
+        (["neon", "generic"], "fp asimd asimddp", "ok", "neon, generic (best first)"),
+        (["generic"], "fp asimd asimddp", "warning", "the CPU has neon too"),
         (["avx2", "generic"], "sse4_2 avx2 fma f16c", "ok", "avx2, generic (best first)"),
         (["generic"], "sse4_2", "warning", "slower than AVX2"),
         (["generic"], "avx2 fma f16c", "warning", "the CPU has avx2 too"),
@@ -50,7 +52,8 @@ def test_missing_native_kernels_are_told_and_a_problem_where_they_are_required()
 def test_instruction_sets_that_the_library_lacks_are_told(
     tmp_path: Path, built: list[str], flags: str, state: str, text: str
 ) -> None:
-    cpuinfo = write(tmp_path, {"cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n"}) / "cpuinfo"
+    key = "Features" if "asimd" in flags else "flags\t"  # as Linux has it on AArch64 and on x86
+    cpuinfo = write(tmp_path, {"cpuinfo": f"processor\t: 0\n{key}\t: {flags}\nbugs\t\t: none\n"}) / "cpuinfo"
     finding = check_kernels(lambda: built, cpuinfo=cpuinfo)[-1]
     assert (finding.check, finding.state) == ("instruction sets", state)
     assert text in finding.text

@@ -78,7 +78,10 @@ def test_the_cpu_s_model_is_read_from_linux(tmp_path: Path) -> None:
     first = "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Xeon: x\n"
     cpuinfo.write_text(f"{first}\nprocessor\t: 1\nvendor_id\t: other\n")
     assert this_cpu(cpuinfo) == EMERALD_RAPIDS
-    cpuinfo.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n"
+    cpuinfo.write_text(arm)
+    assert this_cpu(cpuinfo) == CpuModel("0x41", 8, 0xD40)
+    cpuinfo.write_text("processor\t: 0\nmodel\t\t: none\n")
     assert this_cpu(cpuinfo) == this_cpu(tmp_path / "absent") == CpuModel("", 0, 0)
 
 
