@@ -134,7 +134,7 @@ def test_the_stock_server_is_started_as_the_tests_start_it(monkeypatch: pytest.M
     shown = 0
     for page in (ROOT / "docs" / "guides" / "disaggregate.md", ROOT / "recipes" / "disaggregated-prefill.md"):
         whole = re.sub(r"\\\n\s+", "", page.read_text())
-        for line in re.findall(rf"^    .*{' '.join(command)}.*$", whole, re.M):
+        for line in re.findall(rf"^.*{' '.join(command)}.*$", whole, re.M):
             shown += 1
             assert all(each in line.split() for each in set_here), f"{page.name}: {line}"
     assert shown == 2
