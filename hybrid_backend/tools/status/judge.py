@@ -12,11 +12,19 @@ from hybrid_backend.tools.status.model import Answer, Headline, Layer, Level, Ra
 from hybrid_backend.tools.status.reading import Reading
 
 FAITHFUL, FAIR_MASS = 0.95, 0.9
-"""Attention masses from which a server without `quality.min_mass` is called faithful, and below which unfaithful."""
+"""Mean attention masses from which a server without `quality.min_mass` is called faithful, and below which unfaithful.
+
+The worst sampled layer must keep ``FAIR_MASS``, or the server is called nearly faithful at best.
+"""
 READING_SPEED, CRAWLING = 5.0, 2.0
 """Tokens per second of one request from which it is fast, and below which it is very slow.
 
 A person reads 238 words a minute (Brysbaert 2019), which is about 5 tokens a second.
+"""
+FIRST_TOKEN = 10.0
+"""Seconds until a first token from which a server is slow to begin: the longest wait that keeps a user's attention.
+
+Source: Nielsen, Usability Engineering (1993), chapter 5.
 """
 WAITS = 0.1
 """Share of the time that the device tier waits for CPU workers, above which the workers slow the server down."""
@@ -52,6 +60,11 @@ class Load:
     def is_slow(self) -> bool:
         """True if a request gets fewer tokens than a person reads."""
         return (self.rates.request_speed or READING_SPEED) < READING_SPEED
+
+    @property
+    def is_slow_to_begin(self) -> bool:
+        """True if first tokens come later than a user waits for them."""
+        return (self.rates.first_token_seconds or 0.0) > FIRST_TOKEN
 
     @property
     def bus_share(self) -> float | None:
@@ -95,6 +108,9 @@ def _headline(load: Load, answers: Sequence[Answer]) -> Headline:
     if limits.level == "fair":
         poor.append(f"held back by {_lowered(limits.verdict)}")
     level = max((answer.level for answer in answers), key=_LEVELS.index)
+    if load.state == "decoding" and level == "good" and qualities[0].level == "unknown":
+        # A green line would promise answers that nobody has measured.
+        level, poor = "unknown", ["faithfulness not measured yet"]
     activity = "Decoding well" if level == "good" else "Decoding"
     if load.state != "decoding":
         level = "unknown" if level == "good" else level  # A server that generates nothing is neither fast nor slow.
@@ -143,9 +159,10 @@ def faithful(last: Reading, layers: Sequence[Layer]) -> Answer:
         return answer("Not measured", "unknown", text)
     worst, index = min(masses)
     average = _mean(share for share, _ in masses) or 0.0
-    text = f"{average:.1%} of the attention mass is kept in sampled layers, {worst:.1%} in the worst ({index}), "
+    sampled = f"{len(masses)} sampled of {counted(len(layers), 'layer')}"
+    text = f"{average:.1%} of the attention mass is kept in the {sampled}, {worst:.1%} in the worst ({index}), "
     text += f"means since start.{queries}"
-    if average >= FAITHFUL:
+    if average >= FAITHFUL and worst >= FAIR_MASS:
         return answer("Faithful", "good", text)
     larger = _ways(
         _budget(last, 2) or "sparse=never, by which every token is attended",
@@ -194,6 +211,8 @@ def fast(load: Load) -> Answer:
         return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     running = counted(rates.running or 0, "request")
     text += f", {_rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}.{_latencies(rates)}"
+    if not load.is_slow and load.is_slow_to_begin:
+        return answer("Slow to begin", text, "fair")
     if not load.is_slow:
         return answer("Faster than reading", text, "good")
     return answer("Slow", text, "fair") if speed >= CRAWLING else answer("Very slow", text, "bad")
@@ -295,6 +314,12 @@ def _work(load: Load, smaller_budget: str) -> Answer:
         return _limit("Not measured", text, "unknown")
     if load.is_slow:
         return _limit("The model's matrices", f"{text} The rest goes to the model's matrices and the engine.")
+    if load.is_slow_to_begin:
+        text = f"First tokens came after {_duration(rates.first_token_seconds or 0.0)}: prompts take that long."
+        hits = rates.prefix_hit_ratio
+        text += "" if hits is None else f" The prefix cache had {hits:.0%} of their tokens."
+        change = "prompts that begin with the same text, which the prefix cache then keeps; or shorter prompts"
+        return _limit("Prompts", text, change=change)
     return _limit("Nothing", text, "good")
 
 

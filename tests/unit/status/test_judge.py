@@ -65,6 +65,14 @@ def test_an_unfaithful_server_is_told_though_it_is_idle() -> None:
     assert headline.title == "Idle: not faithful" and headline.level == "bad" and answers["faithful"].change
 
 
+def test_a_server_whose_faithfulness_nobody_measured_is_not_said_to_decode_well() -> None:
+    headline, answers = judged({"running": 2}, (layer(0, None, attended=0.25),), generated_per_second=20)
+    assert answers["faithful"].verdict == "Not measured"
+    assert (headline.title, headline.level) == ("Decoding: faithfulness not measured yet", "unknown")
+    headline, _ = judged({"running": 2}, (layer(0, None, attended=0.25),), generated_per_second=2)
+    assert headline.title.startswith("Decoding: very slow") and headline.level == "bad"
+
+
 @pytest.mark.parametrize(
     ("was_read", "seconds", "state", "title"),
     [
@@ -91,6 +99,8 @@ def test_of_a_server_without_fresh_rates_nothing_is_judged(
     [
         ((0.99, 0.97), "Faithful", "good"),
         ((0.95, 0.9), "Nearly faithful", "fair"),
+        ((1.0, 0.89), "Nearly faithful", "fair"),
+        ((1.0, 0.9), "Faithful", "good"),
         ((0.9, 0.5), "Not faithful", "bad"),
     ],
 )
@@ -100,7 +110,7 @@ def test_the_mass_that_sampled_layers_keep_says_how_faithful(
     layers = (layer(0, None, cosine=0.5), layer(1, masses[0], cosine=0.96), layer(2, masses[1]))
     answer = judged(SERVED, layers)[1]["faithful"]
     assert (answer.verdict, answer.level) == (verdict, level)
-    assert f"{masses[1]:.1%} in the worst (2), means since start" in answer.text
+    assert f"is kept in the 2 sampled of 3 layers, {masses[1]:.1%} in the worst (2), means since start" in answer.text
     assert "Cosine of predicted and true queries: 0.73, 0.50 in the worst (0)." in answer.text
     larger = "budget_tokens=2048 (now 1024); or quality.min_mass=0.95, by which the server finds the budget"
     assert answer.change == ("" if level == "good" else larger)
@@ -149,6 +159,17 @@ def test_speed_is_judged_by_how_fast_a_person_reads(generated: float, verdict: s
     assert (answer.verdict, answer.level) == (verdict, level)
     assert answer.text.startswith(f"{generated:.1f} tokens/s, {generated / 4:.1f} for each of 4 requests;")
     assert "Between two tokens 100 ms passed (TPOT). First tokens came after 2.2 s (TTFT)." in answer.text
+
+
+def test_a_first_token_that_came_late_is_told_though_the_next_ones_came_fast() -> None:
+    rates = {"generated_per_second": 40, "prefix_hit_ratio": 0.25, "attention_share": 0.1}
+    headline, answers = judged({"running": 2}, first_token_seconds=16.6, **rates)
+    assert (answers["fast"].verdict, answers["fast"].level) == ("Slow to begin", "fair")
+    assert "First tokens came after 16.6 s (TTFT)." in answers["fast"].text
+    assert (answers["back"].verdict, answers["back"].level) == ("Prompts", "fair")
+    assert "The prefix cache had 25% of their tokens." in answers["back"].text and answers["back"].change
+    assert headline.title == "Decoding: slow to begin, held back by prompts"
+    assert judged({"running": 2}, first_token_seconds=9.9, **rates)[1]["fast"].verdict == "Faster than reading"
 
 
 def test_requests_that_run_are_never_called_idle() -> None:
