@@ -16,7 +16,8 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import interface
 from hybrid_backend.kernels.cpu.interface import CONSTANTS, STRUCTURES
-from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, measurements_folder, this_cpu
+from hybrid_backend.kernels.cpu.measured_orders import measurements_folder
+from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, this_cpu
 from hybrid_backend.kernels.digest_format import CODES, MINMAX
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")

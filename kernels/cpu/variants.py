@@ -7,8 +7,9 @@ slower on Intel's Emerald Rapids. So the order in which variants are tried depen
 2. else by a measurement, which is made once and kept in ``~/.cache/hybrid_backend/kernels``.
 
 Variants differ in rounding. So all servers on one machine must choose alike, also after a restart. A rule guarantees
-that; of two processes that measure at the same time, the first one's result is kept. A variant moves ahead of those
-before it in the default order only if it is faster by more than `CLEARLY`.
+that; of two processes that measure at the same time, the first one's result is kept. A measurement on a busy machine is
+made again by the next start (`measured_orders`). A variant moves ahead of those before it in the default order only if
+it is faster by more than `CLEARLY`.
 
 `HYBRID_KERNELS` takes a variant by force: ``HYBRID_KERNELS=prompt=avx512,codes=vnni``.
 """
@@ -18,25 +19,21 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hybrid_backend.errors import ConfigError, WorkerError
+from hybrid_backend.kernels.cpu.measured_orders import Orders, keep_orders, measure_orders, read_orders
 
 VARIABLE = "HYBRID_KERNELS"
 CLEARLY = 1.1
 """Ratio of times above which the faster variant moves ahead."""
 PASSES, ROUNDS = 3, 2
 """Passes over all cases at a start, and timings of each variant in a pass. So another process that takes the core for
-some
-milliseconds disturbs one pass of a variant, not all."""
+some milliseconds disturbs one pass of a variant, not all."""
 
 Reason = Literal["only", "known", "measured", "forced"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -306,15 +303,21 @@ def _measured_orders(
     variants: Variants, cpu: CpuModel, library: Path, folder: Path | None, cases: set[Case]
 ) -> dict[Case, tuple[str, ...]]:
     """Measure the cases, or read what an earlier start measured with the same library on the same CPU model."""
-    running = [(str(case), variants.running(case)) for case in sorted(cases)]
+    running = {str(case): variants.running(case) for case in sorted(cases)}
     if folder is None:
         return _measure_orders(variants, cases)
     digest = hashlib.sha256(library.read_bytes() + repr(running).encode()).hexdigest()[:16]
     path = folder / f"{cpu.vendor or 'cpu'}-{cpu.family}-{cpu.model}-{digest}.json"
-    orders = read_orders(path, variants.running)
-    if cases <= orders.keys():
-        return orders
-    return keep_orders(path, _measure_orders(variants, cases), variants.running)
+    kept = read_orders(path, running)
+    if kept is not None and kept.is_final:
+        orders = kept.orders
+    else:
+
+        def measure() -> Orders:
+            return {str(case): order for case, order in _measure_orders(variants, cases).items()}
+
+        orders = keep_orders(path, measure_orders(measure), running)
+    return {case: orders[str(case)] for case in cases}
 
 
 def _measure_orders(variants: Variants, cases: set[Case]) -> dict[Case, tuple[str, ...]]:
@@ -328,55 +331,3 @@ def _measure_orders(variants: Variants, cases: set[Case]) -> dict[Case, tuple[st
             for name, seconds in variants.measure(case, left_out=["generic"]).items():
                 times[name] = min(seconds, times.get(name, seconds))
     return {case: _ahead(fastest_order(times), variants.running(case)) for case, times in shortest.items()}
-
-
-def read_orders(path: Path, running: Callable[[Case], Sequence[str]]) -> dict[Case, tuple[str, ...]]:
-    """Read kept measurements; empty where the file is missing or damaged, so that its cases are measured again."""
-    orders = {}
-    try:
-        for name, order in json.loads(path.read_text()).items():
-            operation, dtype, shape = name.split()
-            head_dim, group = map(int, shape.split("x"))
-            case = Case(operation, dtype, head_dim, group)
-            if sorted(order) != sorted(running(case)):
-                return {}  # The order was damaged, or another library wrote it.
-            orders[case] = tuple(order)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
-    return orders
-
-
-def keep_orders(
-    path: Path, orders: dict[Case, tuple[str, ...]], running: Callable[[Case], Sequence[str]]
-) -> dict[Case, tuple[str, ...]]:
-    """Write measurements, unless another process was first: then its measurements are returned.
-
-    A folder that cannot be written is no error: the measurement is made again at the next start.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(dir=path.parent)
-    except OSError:
-        return orders
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({str(case): order for case, order in orders.items()}, file, indent=1)
-        os.link(fresh, path)
-    except FileExistsError:
-        first = read_orders(path, running)
-        if orders.keys() <= first.keys():
-            return first
-        os.replace(fresh, path)
-    except OSError:
-        return orders
-    finally:
-        with suppress(OSError):
-            os.unlink(fresh)
-    return orders
-
-
-def measurements_folder() -> Path | None:
-    """Return the folder of kept measurements; None for a user without a home."""
-    with suppress(RuntimeError):
-        return Path("~/.cache/hybrid_backend/kernels").expanduser()
-    return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -15,17 +17,23 @@ import torch
 
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import byte_digests, codes, cpu, oracle
-from hybrid_backend.kernels.cpu import library, operations
+from hybrid_backend.kernels.cpu import library, measured_orders, operations
+from hybrid_backend.kernels.cpu.measured_orders import (
+    BUSY,
+    MeasuredOrders,
+    Orders,
+    keep_orders,
+    measure_orders,
+    read_orders,
+)
 from hybrid_backend.kernels.cpu.variants import (
     Case,
     CpuModel,
     choose,
     fastest_order,
     forced_variants,
-    keep_orders,
     known_order,
     microarchitecture,
-    read_orders,
     this_cpu,
 )
 from tests.support import cases
@@ -88,40 +96,81 @@ def test_the_cpu_s_model_is_read_from_linux(tmp_path: Path) -> None:
 # --- measurements ---
 
 
-def running(case: Case) -> list[str]:
-    return ["vnni", "avx2"]
+CASE = "bytes bfloat16 64x2"
+RUNNING = {CASE: ["vnni", "avx2"]}
+AVX2_FIRST: Orders = {CASE: ("avx2", "vnni")}
+VNNI_FIRST: Orders = {CASE: ("vnni", "avx2")}
 
 
 def test_a_measurement_is_kept_and_the_first_of_two_processes_decides(tmp_path: Path) -> None:
-    path, case = tmp_path / "new" / "orders.json", Case("bytes", "bfloat16", 64, 2)
-    earlier, later = {case: ("avx2", "vnni")}, {case: ("vnni", "avx2")}
-    assert keep_orders(path, earlier, running) == earlier
-    assert keep_orders(path, later, running) == earlier == read_orders(path, running)
+    path = tmp_path / "new" / "orders.json"
+    earlier, later = MeasuredOrders(AVX2_FIRST, 0.0), MeasuredOrders(VNNI_FIRST, 0.0)
+    assert keep_orders(path, earlier, RUNNING) == AVX2_FIRST
+    assert keep_orders(path, later, RUNNING) == AVX2_FIRST
+    assert read_orders(path, RUNNING) == earlier
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_measurement_of_a_busy_machine_gives_way_to_one_of_a_quiet_machine_only(tmp_path: Path) -> None:
+    path = tmp_path / "orders.json"
+    busy, busier, quiet = (MeasuredOrders(AVX2_FIRST, 0.5), MeasuredOrders(VNNI_FIRST, 0.9),
+                           MeasuredOrders(VNNI_FIRST, BUSY))  # fmt: skip
+    assert keep_orders(path, busy, RUNNING) == AVX2_FIRST
+    assert keep_orders(path, busier, RUNNING) == AVX2_FIRST, "servers on a busy machine choose alike"
+    assert keep_orders(path, quiet, RUNNING) == VNNI_FIRST
+    assert keep_orders(path, busy, RUNNING) == VNNI_FIRST and read_orders(path, RUNNING) == quiet
+
+
+def test_the_time_of_other_processes_during_a_measurement_is_counted_and_its_own_time_is_not(tmp_path: Path) -> None:
+    stat, cpus, tick = tmp_path / "stat", os.cpu_count() or 1, os.sysconf("SC_CLK_TCK")
+
+    def write(busy_seconds: float) -> None:
+        stat.write_text(f"cpu  {round(busy_seconds * tick)} 0 0 9999 0 0 0 0 0 0\ncpu0 1 2 3\n")
+
+    def measure(others_share: float) -> Orders:
+        start, own = time.monotonic(), time.process_time()
+        while time.process_time() - own < 0.2:
+            pass
+        write(100 + time.process_time() - own + others_share * cpus * (time.monotonic() - start))
+        return AVX2_FIRST
+
+    for share in (0.0, 0.5):
+        write(100)
+        measured = measure_orders(partial(measure, share), stat)
+        assert measured.orders == AVX2_FIRST and measured.busy_share == pytest.approx(share, abs=0.1)
+    assert measure_orders(lambda: AVX2_FIRST, tmp_path / "absent") == MeasuredOrders(AVX2_FIRST, 0.0)
 
 
 @pytest.mark.parametrize(
     "damaged",
     [
-        *("", "[1]", "{", "null", '{"bytes": 1}', '{"bytes bfloat16 axb": []}', '{"bytes bfloat16 64x2": 7}'),
-        *('{"bytes bfloat16 64x2": ["vnni"]}', '{"bytes bfloat16 64x2": ["vnni", 1]}', "\0", "[" * 100_000),
+        *("", "[1]", "{", "null", '{"orders": 1}', '{"orders": {}, "busy_share": 0}', "\0", "[" * 100_000),
+        '{"orders": {"bytes bfloat16 64x2": 7}, "busy_share": 0}',
+        '{"orders": {"bytes bfloat16 64x2": ["vnni"]}, "busy_share": 0}',
+        '{"orders": {"bytes bfloat16 64x2": ["vnni", 1]}, "busy_share": 0}',
+        '{"orders": {"bytes bfloat16 64x2": ["vnni", "avx2"]}}',
+        '{"orders": {"bytes bfloat16 64x2": ["vnni", "avx2"]}, "busy_share": "much"}',
     ],
 )
 def test_a_damaged_measurement_is_made_again(tmp_path: Path, damaged: str) -> None:
-    path, orders = tmp_path / "orders.json", {Case("bytes", "bfloat16", 64, 2): ("avx2", "vnni")}
+    path, measured = tmp_path / "orders.json", MeasuredOrders(AVX2_FIRST, 0.9)
     path.write_text(damaged)
-    assert read_orders(path, running) == {}
-    assert keep_orders(path, orders, running) == orders == read_orders(path, running)
+    assert read_orders(path, RUNNING) is None
+    assert keep_orders(path, measured, RUNNING) == AVX2_FIRST
+    assert read_orders(path, RUNNING) == measured
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    orders = {Case("bytes", "bfloat16", 64, 2): ("avx2", "vnni")}
-    assert keep_orders(tmp_path / "file" / "orders.json", orders, running) == orders
+    assert keep_orders(tmp_path / "file" / "orders.json", MeasuredOrders(AVX2_FIRST, 0.0), RUNNING) == AVX2_FIRST
 
 
 @native
-def test_an_unknown_cpu_is_measured_once_and_chooses_the_same_again(tmp_path: Path) -> None:
+def test_an_unknown_cpu_is_measured_once_and_chooses_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured_orders, "BUSY", 1.0)  # The machine is quiet, whatever else runs here.
+
     def start(_: int = 0) -> list[object]:
         return [*choose(library.library_variants(), NOBODY_KNOWS, "", library.LIBRARY, tmp_path)]
 
