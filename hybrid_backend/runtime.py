@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, with_late_prefixes
+from hybrid_backend.batch import Batch, ModelSpec, RequestRoom, Step, StepFailure, make_step, with_late_prefixes
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -23,6 +23,7 @@ from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.prompt_chunks import PromptChunks
 from hybrid_backend.step import Executor, StepDriver
+from hybrid_backend.step.method import LimitsRequests
 from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
@@ -178,6 +179,13 @@ class HybridRuntime:
         engine does not support parked decode rows (`ModelSpec.parks`).
         """
         return [] if step.error is not None else self.executor.unfinished(step)
+
+    def room(self) -> RequestRoom | None:
+        """Return the tokens of running requests above which every request becomes slower; None: no such limit.
+
+        The engine starts no waiting request beyond that.
+        """
+        return self.method.room() if isinstance(self.method, LimitsRequests) else None
 
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the K and V of a step's new tokens, then attend in one layer.

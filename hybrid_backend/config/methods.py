@@ -95,8 +95,8 @@ class ApexConfig(Section):
         str, rule("auto, the name of a machine, or a profile of hybrid profile --hardware", _is_name)
     ] = "auto"
     """Machine whose rates APEX's rule uses: a named machine (`hybrid plan --help`) or a file of `hybrid profile
-    --hardware`. auto: the GPU by its name, or an A10 if the name is unknown. Source: default (APEX profiles
-    offline)."""
+    --hardware`. auto: the GPU by its name, or an A10 if the name is unknown; on a GPU the rates of attention are
+    measured at start. Source: default (APEX profiles offline)."""
 
 
 class MethodSections(Section):

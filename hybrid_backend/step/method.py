@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, RequestRoom, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.step.budgets import layer_factors
@@ -258,6 +258,14 @@ class KnowsAttended(Protocol):
 
         The driver samples the attention mass of a layer that has just run, if the device tier is the host.
         """
+
+
+@runtime_checkable
+class LimitsRequests(Protocol):
+    """A method that is slower for all requests if too many run at once."""
+
+    def room(self) -> RequestRoom | None:
+        """Return the tokens that may run in the next step; None: as many as the engine has memory for."""
 
 
 @runtime_checkable

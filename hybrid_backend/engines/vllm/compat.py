@@ -88,3 +88,21 @@ def end_with_error(scheduler: Scheduler, request_ids: Iterable[str]) -> None:
     """
     ended = scheduler.grammar_compile_error_reqs
     ended.update(request_ids if isinstance(ended, set) else dict.fromkeys(request_ids))
+
+
+def most_active(scheduler: Scheduler) -> int:
+    """Return how many requests the scheduler lets run at once.
+
+    Since 0.32 ``Scheduler.max_num_active_reqs`` limits the requests that run, and ``max_num_running_reqs`` is the size
+    of the model runner. Until 0.31 the latter is both.
+    """
+    return int(getattr(scheduler, _active_attribute(scheduler)))
+
+
+def set_most_active(scheduler: Scheduler, requests: int) -> None:
+    """Let so many requests run at once. Running requests go on if there are more."""
+    setattr(scheduler, _active_attribute(scheduler), requests)
+
+
+def _active_attribute(scheduler: Scheduler) -> str:
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"

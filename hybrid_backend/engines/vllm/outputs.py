@@ -1,4 +1,4 @@
-"""Output of a worker's step besides its tokens: whose tokens may not be used, and whose are yet to come."""
+"""Output of a worker's step besides its tokens: whose may not be used, whose are yet to come, who else may start."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from typing import Any, NoReturn
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.batch import StepFailure
+from hybrid_backend.batch import RequestRoom, StepFailure
 
 _logger = init_logger("vllm.hybrid_backend")
 
 
 @dataclass
 class HybridOutput(ModelRunnerOutput):
-    """Output of a step that failed in part, or whose rows wait in part. Our schedulers read it.
+    """Output of a step that failed in part, whose rows wait in part, or that limits requests. Our schedulers read it.
 
     The additions are fields, because the engine's core may be another process.
 
     CPU partials missed the deadline or could not be computed (``why``). So the tokens of the requests ``failed`` and
-    the KV of ``blocks`` are wrong. The rows of the requests ``unfinished`` wait (`HybridRuntime.unfinished`).
+    the KV of ``blocks`` are wrong. The rows of the requests ``unfinished`` wait (`HybridRuntime.unfinished`). ``room``
+    limits the requests that may start (`HybridRuntime.room`).
     """
 
     why: str = ""
     failed: list[str] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+    room: RequestRoom | None = None
 
 
 class CheckedOutput(AsyncModelRunnerOutput):
     """An output on its way from the device, which is checked when it has arrived."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, failure: Callable[[], StepFailure | None]) -> None:
-        self._output, self._failure = output, failure
+    def __init__(
+        self, output: AsyncModelRunnerOutput, failure: Callable[[], StepFailure | None], room: RequestRoom | None
+    ) -> None:
+        self._output, self._failure, self._room = output, failure, room
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
-        return checked(output, self._failure())
+        return checked(output, self._failure(), room=self._room)
 
     def get_kv_connector_output(self) -> Any:
         """Return the connector's output, which vLLM 0.33 and later fetch separately."""
@@ -77,13 +81,16 @@ class UnreadRank:
 
 
 def checked(
-    output: ModelRunnerOutput, failure: StepFailure | None, unfinished: Sequence[str] = ()
+    output: ModelRunnerOutput,
+    failure: StepFailure | None,
+    unfinished: Sequence[str] = (),
+    room: RequestRoom | None = None,
 ) -> ModelRunnerOutput:
-    """Return ``output``, as a `HybridOutput` if its step failed or rows wait."""
-    if failure is None and not unfinished:
+    """Return ``output``, as a `HybridOutput` if its step failed, rows wait, or requests are limited."""
+    if failure is None and not unfinished and room is None:
         return output
     stock = {entry.name: getattr(output, entry.name) for entry in fields(ModelRunnerOutput)}
-    result = HybridOutput(**stock, unfinished=list(unfinished))
+    result = HybridOutput(**stock, unfinished=list(unfinished), room=room)
     if failure is not None:
         result.why, result.failed, result.blocks = str(failure.error), failure.request_ids, failure.pages
     return result

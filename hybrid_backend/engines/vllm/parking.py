@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -21,12 +22,14 @@ _KEY = "hybrid_parks"
 differ by their hooks."""
 _FIX = "choose another model"
 
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_V2_RUNNER: Refusal[VllmConfig] = Refusal(
+    "vLLM's V2 model runner, which keeps the lengths of sequences on the GPU",
+    lambda config: config.use_v2_model_runner,
+    f"set {_RUNNER_VARIABLE}=0",
+)
 OBSTACLES: tuple[Refusal[VllmConfig], ...] = (
-    Refusal(
-        "vLLM's V2 model runner, which keeps the lengths of sequences on the GPU",
-        lambda config: config.use_v2_model_runner,
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
+    _V2_RUNNER,
     Refusal(
         "tensor parallelism",
         lambda config: config.parallel_config.tensor_parallel_size > 1,
@@ -65,6 +68,8 @@ def choose_parking(vllm_config: VllmConfig, config: HybridConfig) -> bool:
         EngineError: the configuration asks for rows that wait, and this engine cannot have them.
     """
     can_wait = may_park(resolve_method(config.method), config)
+    if can_wait:
+        _choose_v1(vllm_config, config)
     obstacle = next((entry for entry in OBSTACLES if can_wait and entry.is_set(vllm_config)), None)
     parks = can_wait and obstacle is None
     add_option(vllm_config, _KEY, parks)
@@ -76,6 +81,26 @@ def choose_parking(vllm_config: VllmConfig, config: HybridConfig) -> bool:
     if obstacle is not None:
         forgo_parking(vllm_config, config, obstacle.what, obstacle.fix)
     return parks
+
+
+def _choose_v1(vllm_config: VllmConfig, config: HybridConfig) -> None:
+    """Have vLLM take its V1 model runner, where V2 is all that keeps rows from waiting and the user did not choose it.
+
+    The choice is an environment variable (config/vllm.py, ``use_v2_model_runner``), which the engine's processes
+    inherit.
+    """
+    others = [entry for entry in OBSTACLES if entry is not _V2_RUNNER]
+    is_chosen = os.environ.get(_RUNNER_VARIABLE) is not None
+    if is_chosen or not _V2_RUNNER.is_set(vllm_config) or any(entry.is_set(vllm_config) for entry in others):
+        return
+    os.environ[_RUNNER_VARIABLE] = "0"
+    if _V2_RUNNER.is_set(vllm_config):  # Another setting of vLLM asks for V2.
+        del os.environ[_RUNNER_VARIABLE]
+        return
+    init_logger("vllm.hybrid_backend").info_once(
+        f"{config.method}.strategy: vLLM's V1 model runner is taken ({_RUNNER_VARIABLE}=0), so that rows may wait from "
+        f"one step to the next; {_RUNNER_VARIABLE}=1 keeps V2, where requests on the CPU are waited for in every layer"
+    )
 
 
 def forgo_parking(vllm_config: VllmConfig, config: HybridConfig, what: str, fix: str = _FIX) -> None:

@@ -17,7 +17,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from hybrid_backend.engines.vllm.compat import end_with_error
+from hybrid_backend.batch import RequestRoom
+from hybrid_backend.engines.vllm.compat import end_with_error, most_active, set_most_active
 from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
@@ -29,17 +30,34 @@ _logger = init_logger("vllm.hybrid_backend")
 
 
 class Recomputing(Scheduler):
-    """Mixin for both of vLLM's schedulers, which takes failed steps back."""
+    """Mixin for both of vLLM's schedulers, which takes failed steps back.
+
+    A method may limit the requests that run (`HybridRuntime.room`). The limit of the last step whose output has arrived
+    holds for the next step that is scheduled.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tokens_at_failure: dict[str, int] = {}  # The lengths of requests when their last step failed.
+        self._room: RequestRoom | None = None
+        self._most_active = most_active(self)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        active = self._most_active
+        if self._room is not None:
+            running, waiting = ([request.num_tokens for request in queue] for queue in (self.running, self.waiting))
+            started = len(running) + self.num_waiting_for_streaming_input
+            active = min(active, started + self._room.startable(running, waiting))
+        set_most_active(self, active)
+        return super().schedule(*args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if isinstance(model_runner_output, HybridOutput) and model_runner_output.failed:
-            self._take_back(model_runner_output)
+        output = model_runner_output if isinstance(model_runner_output, HybridOutput) else None
+        self._room = None if output is None else output.room
+        if output is not None and output.failed:
+            self._take_back(output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_back(self, output: HybridOutput) -> None:

@@ -168,9 +168,9 @@ class Session:
         if step is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            output = CheckedOutput(output, lambda: self.failure(step))
+            output = CheckedOutput(output, lambda: self.failure(step), self.runtime.room())
         elif output is not None:
-            output = checked(output, self.failure(step), self._unfinished)
+            output = checked(output, self.failure(step), self._unfinished, self.runtime.room())
         if self._unread_rank is not None:
             self._unread_rank.check(output)
         return output

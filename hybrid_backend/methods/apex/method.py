@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, ModelSpec, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, RequestRoom, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
@@ -26,8 +26,9 @@ from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.apex.parking import Parking, parking_bytes
 from hybrid_backend.methods.apex.placement import Placement
 from hybrid_backend.methods.apex.questions import BoxQuestions, PoolQuestions, Questions, box_bytes
+from hybrid_backend.methods.apex.rates import measured_rates
 from hybrid_backend.methods.apex.residency import SharedResidency
-from hybrid_backend.methods.apex.rule import Verdict, cpu_hides, judge
+from hybrid_backend.methods.apex.rule import Verdict, cpu_hides, hidden_tokens, judge
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.method import OwnMemory, WaitingMethod, WaitingRows, frames_per_request, staging_tokens
 from hybrid_backend.step.operations import are_launches
@@ -64,6 +65,7 @@ class Apex(WaitingMethod):
         self._frames = _frame_table(config, model, pages, tiers.frames.requests, tiers.device)
         self._prompt_tokens = self._prompt_attended = 0  # Prompts of the open step.
         self._verdict = Verdict("gpu", 0.0, 0.0)  # Verdict of the last step with rows on the CPU.
+        self._room: RequestRoom | None = None
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
@@ -127,6 +129,10 @@ class Apex(WaitingMethod):
         placement = Placement(tiers.layout.shared_pages(shape.rows), tiers.layout.swap_in)
         self._parking = Parking(config, tiers, questions, model.hidden if self.may_park(config) else 0)
         self._residency = SharedResidency(tiers, buffers.maps, placement, self._parking.is_settled)
+        if config.apex.hardware == "auto" and tiers.device.type == "cuda":
+            deadline = config.workers.deadline_seconds
+            hardware = measured_rates(self._times.hardware, model, tiers, workers, deadline)
+            self._times = replace(self._times, hardware=hardware)
         return self._parking, self._residency
 
     @property
@@ -155,6 +161,7 @@ class Apex(WaitingMethod):
         placement = self._residency.placement
         on_cpu = torch.tensor([name not in placement for name in rows.request_ids])
         strategy = self._strategy(rows, on_cpu)
+        self._room = self._room_beside(rows, on_cpu)
         indices = self.tiers.frames.indices(rows.request_ids)
         self._parking.begin(rows, indices, on_cpu, parks=strategy == "overlap")
         step.counting.count_strategy(strategy, self._verdict.strategy if bool(on_cpu.any()) else "gpu")
@@ -182,6 +189,19 @@ class Apex(WaitingMethod):
             hides = cpu_hides(self._times, device_rows, device_tokens, int((rows.seq_lens * on_cpu).sum()))
             return "lockstep" if hides else "overlap"
         return "overlap" if cpu_rows >= config.min_cpu_per_gpu * device_rows else "lockstep"
+
+    def room(self) -> RequestRoom | None:
+        return self._room
+
+    def _room_beside(self, rows: DecodeRows, on_cpu: Tensor) -> RequestRoom | None:
+        """Return the tokens that may run beside the decode rows of a step."""
+        device_rows = rows.count - int(on_cpu.sum())
+        if self.tiers.device.type != "cuda" or self.config.apex.strategy == "gpu" or not device_rows:
+            return None  # A device tier that is the CPU shares its cores with the workers, so that nothing is hidden.
+        may_overlap = self.model.parks and self.may_park(self.config)
+        device_tokens = int((rows.seq_lens * ~on_cpu).sum())
+        hidden = hidden_tokens(self._times, self.model.num_layers, device_rows, device_tokens, may_overlap=may_overlap)
+        return RequestRoom(self._residency.placement.pages * self.config.page_size, int(hidden))
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         inputs, cpu, host = step.inputs(len(q)), self._parking, self.tiers.host.views[layer]

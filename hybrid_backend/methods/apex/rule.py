@@ -81,6 +81,28 @@ def judge(
     return Verdict("pipeline" if ratio < limit else "overlap", ratio, limit)
 
 
+def hidden_tokens(times: LayerTimes, layers: int, device_rows: int, device_tokens: int, *, may_overlap: bool) -> float:
+    """Return the tokens of requests on the CPU that delay no request on the device; infinite if there is none on it.
+
+    With overlap the CPU answers one layer of each of its requests while the device passes all L layers, which takes
+    L (T_gl + T_ga). In lockstep the CPU answers while the device attends, which takes T_ga. In the paper's pipelining,
+    which no engine runs, the CPU has 2 T_gl + T_ga for one layer (section 3.4).
+
+    Args:
+        times: times of the machine and the model.
+        layers: decoder layers of the model.
+        device_rows: decoding requests that the device attends.
+        device_tokens: tokens of these requests together.
+        may_overlap: rows on the CPU may wait from one step to the next.
+    """
+    if not device_rows:
+        return math.inf
+    seconds = times.attention(device_tokens, device_rows)
+    if may_overlap:
+        seconds = layers * (times.linear(device_rows) + seconds)
+    return max(0.0, seconds - times.hardware.cpu_job_overhead_s.value) * times.cpu_rate
+
+
 def cpu_hides(times: LayerTimes, device_rows: int, device_tokens: int, cpu_tokens: int) -> bool:
     """Tell whether the CPU's answer takes no longer than the device's own attention, so that a layer does not wait.
 

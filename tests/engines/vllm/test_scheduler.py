@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from hybrid_backend.batch import StepFailure
+from hybrid_backend.batch import RequestRoom, StepFailure
 from hybrid_backend.engines.vllm.outputs import checked
 from hybrid_backend.engines.vllm.scheduler import (
     ParkingScheduler,
@@ -85,6 +85,7 @@ class Core:
         token: int = 7,
         silent: Sequence[str] = (),
         unfinished: Sequence[str] = (),
+        room: RequestRoom | None = None,
     ) -> None:
         """The step's output comes; ``failed``: these requests' tokens in it are wrong; ``silent``: these have none."""
         names = list(scheduled.num_scheduled_tokens)
@@ -97,7 +98,8 @@ class Core:
         if failed is not None:
             pages = [page for name in failed for page in self.written.get(name, [])]
             failure = StepFailure(DeadlineError("late"), failed, pages)
-        for outputs in self.scheduler.update_from_output(scheduled, checked(output, failure, unfinished)).values():
+        output = checked(output, failure, unfinished, room)
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 self.told[each.request_id] += each.new_token_ids
                 if each.finish_reason is not None:
@@ -225,3 +227,39 @@ def test_a_row_that_is_computed_again_one_token_at_a_time_waits_like_any_other(t
     core.scheduler.max_num_scheduled_tokens = most
     core.run()
     assert core.told["a"] == 8 * [7] and core.reasons == {"a": "length"}
+
+
+# --- how many requests may run ---
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous", "parking"])
+def test_no_request_starts_beyond_the_room_that_the_last_step_named_and_all_of_them_end(
+    tmp_path: Path, kind: str
+) -> None:
+    """Two of 20 tokens fit the device, and one more the CPU, until a step names no limit."""
+    core = Core(tmp_path, is_async=kind == "asynchronous", parks=kind == "parking")
+    room = RequestRoom(device_tokens=60, cpu_tokens=30)
+    core.add("first", prompt(0), tokens=3)
+    core.answer(core.schedule(), room=room)
+    for index in range(4):
+        core.add(f"later {index}", prompt(20 + index), tokens=3)
+    scheduled = core.schedule()
+    assert set(scheduled.num_scheduled_tokens) == {"first", "later 0", "later 1"}
+    core.answer(scheduled, room=room)
+    scheduled = core.schedule()
+    assert "later 2" not in scheduled.num_scheduled_tokens, "nobody has ended yet"
+    core.answer(scheduled, room=None)
+    assert "later 3" in core.schedule().num_scheduled_tokens, "there is no limit any more"
+
+
+def test_a_request_larger_than_the_room_runs_when_nothing_else_does(tmp_path: Path) -> None:
+    core, room = Core(tmp_path), RequestRoom(device_tokens=10, cpu_tokens=5)
+    core.add("first", prompt(0), tokens=2)
+    core.add("large", prompt(9, 100), tokens=2)
+    core.answer(core.schedule(), room=room)
+    steps = 0
+    while core.scheduler.has_requests():
+        core.answer(core.schedule(), room=room)
+        steps += 1
+        assert steps < 9, "a request waits for ever"
+    assert {name: len(tokens) for name, tokens in core.told.items()} == {"first": 2, "large": 2}

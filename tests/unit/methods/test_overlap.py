@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hybrid_backend.batch import RequestRoom
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
-from hybrid_backend.methods.apex.rule import bound, cpu_hides, judge
+from hybrid_backend.methods.apex.rule import bound, cpu_hides, hidden_tokens, judge
 
 seconds = st.floats(1e-5, 1e-1)
 rates = st.floats(1e3, 1e9)
@@ -131,3 +132,55 @@ def test_the_papers_ratios_never_pipeline() -> None:
     assert [bound(a, 1.0) for a in (1 / 1.5, 2.0)] == pytest.approx([5.833, 7.5], abs=1e-3)
     times = layer(machine(cpu=1e11))
     assert {judge(times, 10, tokens, 5).strategy for tokens in (500_000, 1_000_000, 1_500_000)} == {"overlap"}
+
+
+# --- how many requests may run ---
+
+
+@given(rates, rates, st.integers(1, 64), st.integers(1, 10**7), st.integers(1, 80))
+def test_the_cpu_answers_hidden_tokens_within_the_time_that_the_device_takes_anyway(
+    memory: float, cpu: float, rows: int, tokens: int, layers: int
+) -> None:
+    times = layer(machine(memory=1e3 * memory, cpu=1e3 * cpu, host=1e15))
+    attention = times.attention(tokens, rows)
+    lockstep = hidden_tokens(times, layers, rows, tokens, may_overlap=False)
+    overlap = hidden_tokens(times, layers, rows, tokens, may_overlap=True)
+    assert times.cpu_attention(lockstep) == pytest.approx(attention)
+    assert times.cpu_attention(overlap) == pytest.approx(layers * (times.linear(rows) + attention))
+    assert lockstep < overlap
+
+
+def test_without_a_request_on_the_device_none_is_delayed_and_within_a_job_s_overhead_nothing_is_hidden() -> None:
+    times = layer(machine())
+    assert hidden_tokens(times, 32, 0, 0, may_overlap=False) == math.inf
+    slow = layer(machine().replace(cpu_job_overhead_s=Number(value=1.0, source="test")))
+    assert hidden_tokens(slow, 32, 8, 1000, may_overlap=False) == 0
+
+
+lengths = st.lists(st.integers(1, 200), max_size=8)
+
+
+@given(st.integers(0, 400), st.integers(0, 400), lengths, lengths)
+def test_requests_start_as_long_as_the_device_or_the_cpu_has_room(
+    device: int, cpu: int, running: list[int], waiting: list[int]
+) -> None:
+    started = RequestRoom(device, cpu).startable(running, waiting)
+    assert 0 <= started <= len(waiting)
+    assert started or running or not waiting, "somebody runs"
+    placed = [0, 0]
+    for tokens in [*running, *waiting[:started]]:
+        placed[placed[0] + tokens > device] += tokens
+    if started > (not running):
+        assert placed[0] <= device
+        assert placed[1] <= cpu or len(running) + started == 1 or sum(running) > device
+    if started < len(waiting):
+        rest = waiting[started]
+        assert placed[0] + rest > device and placed[1] + rest > cpu
+
+
+def test_a_request_that_fits_nowhere_waits_for_the_running_ones_and_so_do_those_behind_it() -> None:
+    room = RequestRoom(device_tokens=100, cpu_tokens=50)
+    assert room.startable([60], [40, 50, 1]) == 2
+    assert room.startable([60], [30, 60, 5]) == 1
+    assert room.startable([], [500, 5]) == 2, "one that is larger than both, and one that fits the device"
+    assert room.startable([500], [100, 1]) == 1

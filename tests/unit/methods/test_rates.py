@@ -1,0 +1,65 @@
+"""The rates of attention that `apex` measures at start, over real tiers with the threads and kernels that serve."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hybrid_backend.attention.partial import PageList
+from hybrid_backend.batch import ModelSpec
+from hybrid_backend.errors import DeadlineError
+from hybrid_backend.hardware import find_hardware
+from hybrid_backend.kernels import cpu
+from hybrid_backend.methods.apex.rates import ROWS, cpu_rate, device_rate, measured_rates
+from tests.support.harness import PAGE, Engine, config
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+
+MODEL = ModelSpec(2, num_heads=8, num_kv_heads=4, head_dim=64, scale=0.125, dtype=torch.float32)
+PAGES = 2048  # 64 MiB in a layer
+KEYS = {"method": "apex", "exact_layers": [], "workers": {"threads": 2, "deadline_seconds": 20}}
+
+
+def engine(pages: int = PAGES) -> Engine:
+    apex = {"strategy": "lockstep", "device_tokens": pages * PAGE}
+    return Engine(config(**KEYS, apex=apex), MODEL, num_pages=pages)
+
+
+def test_the_rate_of_the_cpu_is_that_of_a_job_of_its_workers() -> None:
+    runtime = engine().runtime
+    layer = runtime.tiers.host.layers[0]
+    rate = cpu_rate(MODEL, layer, runtime.workers, deadline=20)
+    ids = torch.randperm(PAGES).view(ROWS, 1, -1)
+    q = torch.zeros(ROWS, 8, 64)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        runtime.workers.submit(q, layer, PageList(ids, torch.full_like(ids, PAGE)), 0.125, "a job").wait(20)
+        seconds.append(time.perf_counter() - start)
+    assert rate == pytest.approx(layer.nbytes / min(seconds), rel=0.7)
+
+
+def test_measured_rates_replace_those_of_the_named_machine_and_nothing_else() -> None:
+    runtime, machine = engine().runtime, find_hardware("a10")
+    measured = measured_rates(machine, MODEL, runtime.tiers, runtime.workers, deadline=20)
+    assert measured.cpu_attention_bytes_per_s.source == "measured at start"
+    assert measured.cpu_attention_achieved == measured.host_read_achieved > 0
+    assert measured.device_attention_bytes_per_s is not None
+    assert measured.device_attention_bytes_per_s.at(ROWS) > 0
+    for name in ("hbm_bytes_per_s", "bf16_flops_per_s", "layer_overhead_s", "host_device_bytes_per_s", "device"):
+        assert getattr(measured, name) == getattr(machine, name)
+
+
+def test_a_tier_that_fits_the_caches_keeps_the_rates_of_the_named_machine() -> None:
+    runtime, machine = engine(pages=256).runtime, find_hardware("a10")
+    assert cpu_rate(MODEL, runtime.tiers.host.layers[0], runtime.workers, deadline=20) is None
+    assert device_rate(MODEL, runtime.tiers.frames.layers[0], runtime.tiers.operations) is None
+    assert measured_rates(machine, MODEL, runtime.tiers, runtime.workers, deadline=20) == machine
+
+
+def test_workers_that_are_late_at_start_are_an_error_and_no_rate() -> None:
+    runtime = engine().runtime
+    with pytest.raises(DeadlineError, match="measurement of apex.hardware: auto"):
+        cpu_rate(MODEL, runtime.tiers.host.layers[0], runtime.workers, deadline=0)
