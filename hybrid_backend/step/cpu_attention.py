@@ -20,6 +20,7 @@ from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS, Mailboxes
 from hybrid_backend.kernels.operations import Counters
 from hybrid_backend.step.buffers import StepBuffers
+from hybrid_backend.step.patience import Patience
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import NativePool, Owners, Ticket, WorkerPool
 
@@ -85,7 +86,8 @@ class PoolCpuAttention:
         self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool, buffers: StepBuffers
     ) -> None:
         self._workers, self._tiers, self._buffers = workers, tiers, buffers
-        self._deadline, self._page_size, self._scale = config.workers.deadline_seconds, config.page_size, model.scale
+        self._patience = Patience(config.workers.deadline_seconds)
+        self._page_size, self._scale = config.page_size, model.scale
         self._owners: Owners | None = None
         self._tickets: dict[int, Ticket] = {}
 
@@ -118,7 +120,12 @@ class PoolCpuAttention:
         if ticket is None:
             return None
         began = time.perf_counter()
-        partial = ticket.wait(self._deadline)
+        try:
+            partial = ticket.wait(self._patience.seconds)
+        except DeadlineError:
+            self._patience.note(is_missed=True)
+            raise
+        self._patience.note(is_missed=False)
         counters = self._buffers.layers[layer].counters
         counters[_WAITED] += round((time.perf_counter() - began) * 1e9)
         counters[_AHEAD] += round((began - ticket.submit_time) * 1e9)
@@ -153,9 +160,9 @@ class MailboxCpuAttention:
 
         self._signal, self._buffers = signal, buffers
         self._deadline = config.workers.deadline_seconds
+        self._patience = Patience(self._deadline)
         is_pinned = tiers.device.type == "cuda"
-        self._allowed_ns = round(self._deadline * 1e9)
-        self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)
+        self._time_left = torch.zeros(1, dtype=torch.int64, device=tiers.device)  # Nanoseconds.
         # Each of the last steps has an entry, because the host reads an entry some steps after the device wrote it.
         self._timed_out = torch.zeros(STEPS, dtype=torch.int32, pin_memory=is_pinned)
         layers, cache, shape = tiers.layout.framed_layers(model), tiers.cache, buffers.shape
@@ -179,7 +186,7 @@ class MailboxCpuAttention:
         # Padding rows keep the lists of earlier steps. Generation -1 makes the workers skip a row.
         generations = inputs.generations.long().masked_fill(inputs.num_pages == 0, -1)
         self.boxes.generations.copy_(generations, non_blocking=True)
-        self._time_left.fill_(self._allowed_ns)
+        self._time_left.fill_(round(self._patience.seconds * 1e9))
 
     def mailbox(self, layer: int) -> tuple[Tensor, Tensor]:
         box = self.boxes.layers[layer]
@@ -204,7 +211,10 @@ class MailboxCpuAttention:
 
     def failure(self, number: int) -> WorkerError | None:
         if int(self._timed_out[number % STEPS]) == number:
+            self._patience.note(is_missed=True)
             return DeadlineError(f"CPU workers did not answer within workers.deadline_seconds={self._deadline}")
+        if self._patience.is_short and any(int(box.answered[0]) >= number for box in self.boxes.layers.values()):
+            self._patience.note(is_missed=False)
         reason = self.boxes.failure(number)
         return None if reason is None else WorkerError(reason)
 

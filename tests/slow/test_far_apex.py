@@ -113,6 +113,21 @@ def test_every_request_gets_the_model_s_tokens(
         assert left["hybrid_frames_in_use"] == left["hybrid_resident_requests"] == left["hybrid_parked_rows"] == 0
 
 
+@pytest.mark.parametrize("strategy", ["gpu", "lockstep", "overlap"])
+def test_requests_that_would_delay_those_on_the_device_may_not_start(device: torch.device, strategy: str) -> None:
+    """The device holds four pages; with overlap the CPU has a whole step for answers, in lockstep no time."""
+    with engine(device, strategy) as running:
+        assert running.runtime.room() is None, "nothing runs"
+        begin(running, "a", "b")
+        room = running.runtime.room()
+        if strategy == "gpu":
+            assert room is None, "no worker is asked"
+            return
+        assert room is not None and room.device_tokens == 4 * PAGE
+        assert (room.cpu_tokens > 0) == (strategy == "overlap")
+        assert room.startable([LENGTHS["a"], LENGTHS["b"]], [LENGTHS["c"]]) == (room.cpu_tokens >= LENGTHS["c"])
+
+
 def test_a_step_in_lockstep_never_waits_for_the_device(device: torch.device) -> None:
     """Nor does the host when it opens it, with a request that begins, one that moves and one that is gone."""
     with engine(device, "lockstep", is_late=True) as running:

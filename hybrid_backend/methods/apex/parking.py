@@ -27,6 +27,7 @@ from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.kernels.operations import Counters
 from hybrid_backend.methods.apex.questions import Answers, Questions
+from hybrid_backend.step.patience import Patience
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 
@@ -60,6 +61,7 @@ class Parking:
         self.is_idle = True
         self.may_park = False
         self._deadline, self._page = config.workers.deadline_seconds, config.page_size
+        self._patience = Patience(self._deadline)
         self._columns = torch.zeros(7, rows, dtype=torch.int32, device=device)
         self.on_cpu, self.parks, self.parked, self.live = self._columns[:4]
         self.whole, self.tail, self.device_tokens = self._columns[4:]
@@ -124,7 +126,7 @@ class Parking:
         wide = torch.zeros(len(self._wide), capacity, dtype=torch.int64)
         wide[0] = capacity
         wide[:, :count] = torch.stack([torch.tensor(indices), torch.ones_like(whole), whole, tail, whole * self._page])
-        self.questions.begin()
+        self.questions.begin(self._patience.seconds)
         self._columns.copy_(sent(columns, self._columns.device))
         self._wide.copy_(sent(wide, self._wide.device))
 
@@ -174,6 +176,7 @@ class Parking:
                 errors[r] = DeadlineError(
                     f"CPU workers did not answer a request on the CPU within workers.deadline_seconds={self._deadline}"
                 )
+        self._patience.note(is_missed=any(isinstance(error, DeadlineError) for error in errors.values()))
         return errors
 
     def release(self, request: int) -> None:
@@ -230,7 +233,11 @@ class Parking:
         """
         count = len(self._asking)
         parks, on_cpu, parked, live = (x[:count] for x in (self.parks, self.on_cpu, self.parked, self.live))
-        answers = self.questions.take(layer, self._taking, self._taking & (parks == 0), inputs)
+        try:
+            answers = self.questions.take(layer, self._taking, self._taking & (parks == 0), inputs)
+        except DeadlineError:
+            self._patience.note(is_missed=True)
+            raise
         ready = answers.ready.int()
         stays = torch.where(self._asking & (parks > 0), layer, torch.where(answers.failed, _FAILED, parked))
         parked.copy_(torch.where(answers.ready, _NOWHERE, stays))

@@ -67,8 +67,8 @@ class Questions(Protocol):
             WorkerError: the workers failed, or were late, for a row that waits, and the caller can be told.
         """
 
-    def begin(self) -> None:
-        """Begin a step. All waits of one row in it last no longer than the deadline."""
+    def begin(self, seconds: float) -> None:
+        """Begin a step. All waits of one row in it last no longer than ``seconds`` together."""
 
     def failure(self, request: int) -> WorkerError:
         """Return the reason of the request's last answer that failed."""
@@ -92,7 +92,7 @@ class PoolQuestions:
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers, workers: WorkerPool) -> None:
         self._model, self._tiers, self._workers = model, tiers, workers
-        self._deadline, self._page = config.workers.deadline_seconds, config.page_size
+        self._seconds, self._page = config.workers.deadline_seconds, config.page_size
         self._tickets: dict[int, Ticket] = {}  # Keyed by request; a question about no page has no ticket.
         self._failed: dict[int, WorkerError] = {}
 
@@ -122,7 +122,7 @@ class PoolQuestions:
                 if not waits[r] and not ticket.done():
                     continue
                 try:
-                    partial = ticket.wait(self._deadline)
+                    partial = ticket.wait(self._seconds)
                 except WorkerError as error:
                     if waits[r]:
                         raise
@@ -134,8 +134,9 @@ class PoolQuestions:
         waited = round((time.perf_counter() - began) * 1e9) if bool(waits.any()) else 0
         return Answers(ready, failed, out, lse, torch.tensor(waited))
 
-    def begin(self) -> None:
-        """Do nothing: each wait has its own deadline."""
+    def begin(self, seconds: float) -> None:
+        """Begin a step, each of whose waits lasts no longer than ``seconds``."""
+        self._seconds = seconds
 
     def failure(self, request: int) -> WorkerError:
         return self._failed[request]
@@ -165,7 +166,6 @@ class BoxQuestions:
         from hybrid_backend.kernels.triton import questions  # Imported late, because Triton is not on all platforms.
 
         self._kernels = questions
-        self._allowed = round(config.workers.deadline_seconds * 1e9)  # Nanoseconds.
         layers = {layer: tiers.host.layers[layer] for layer in tiers.layout.full_layers(model)}
         requests = tiers.frames.requests
         self.boxes = QuestionBoxes(workers.native, layers, model.num_heads, requests, columns, model.scale)
@@ -173,8 +173,8 @@ class BoxQuestions:
             requests, model, tiers.device
         )
 
-    def begin(self) -> None:
-        self._time_left.fill_(self._allowed)
+    def begin(self, seconds: float) -> None:
+        self._time_left.fill_(round(seconds * 1e9))  # Nanoseconds.
 
     def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
         position = self.boxes.position[layer]

@@ -61,5 +61,5 @@ def test_a_tier_that_fits_the_caches_keeps_the_rates_of_the_named_machine() -> N
 
 def test_workers_that_are_late_at_start_are_an_error_and_no_rate() -> None:
     runtime = engine().runtime
-    with pytest.raises(DeadlineError, match="measurement of apex.hardware: auto"):
+    with pytest.raises(DeadlineError, match=r"measurement of apex\.hardware: auto"):
         cpu_rate(MODEL, runtime.tiers.host.layers[0], runtime.workers, deadline=0)

@@ -13,6 +13,7 @@ import torch
 
 from hybrid_backend.attention.partial import paged_partial
 from hybrid_backend.kernels import reference
+from hybrid_backend.step import patience
 from hybrid_backend.step.cpu_attention import PoolCpuAttention
 from hybrid_backend.step.driver import StepDriver
 from hybrid_backend.workers.pool import TorchPool
@@ -211,6 +212,50 @@ def test_a_recall_is_due_in_a_requests_first_step_and_then_every_interval_of_its
     due.clear()
     engine.decode("a", "b", steps=2, noise=0.5, tolerance=None)
     assert due == [[False, True], [True, True], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize("method", ["scout", "apex"])
+def test_after_a_missed_deadline_steps_wait_shortly_until_the_workers_answer_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dead workers every step would otherwise take a whole deadline."""
+    deadline, is_dead, is_over = 2.0, threading.Event(), threading.Event()
+    monkeypatch.setattr(patience, "AFTER_MISS_SECONDS", 0.1)
+
+    def kernel(q, layer, pages, scale):  # type: ignore[no-untyped-def]
+        if is_dead.is_set():
+            is_over.wait(60)
+        return paged_partial(q, layer, pages, scale)
+
+    keys = {"scout": {"sparse": "never", "frames_per_request": 4},
+            "apex": {"method": "apex", "apex": {"strategy": "lockstep", "device_tokens": PAGE}}}[method]  # fmt: skip
+    engine = Engine(config(**keys, workers={"threads": 2, "deadline_seconds": deadline}), spec(layers=2))
+    engine.runtime.workers.close()
+    engine.runtime.workers = TorchPool(2, CPUS, kernel)
+    driver = decode_step(engine)
+    asker = driver.cpu_attention if driver.waiting is None else driver.waiting.questions  # type: ignore[attr-defined]
+    asker._workers = engine.runtime.workers
+    for name in ("a", "b"):
+        engine.admit(name, LONG)
+    engine.step({"a": 1})
+    assert engine.runtime.failure(engine.ran) is None
+    is_dead.set()
+    seconds = []
+    for name in ("a", "b"):
+        began = time.monotonic()
+        engine.step({name: 1}, tolerance=None)
+        assert engine.runtime.failure(engine.ran) is not None
+        seconds.append(time.monotonic() - began)
+    assert seconds[0] >= deadline > 1.0 > seconds[1]
+    is_dead.clear()
+    is_over.set()
+    for name in ("a", "b"):
+        engine.preempt(name)
+        engine.prefill(name)
+    engine.step({"a": 1, "b": 1})
+    assert engine.runtime.failure(engine.ran) is None
+    waits = driver.cpu_attention if driver.waiting is None else driver.waiting
+    assert waits._patience.seconds == deadline  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fault", ["slow", "broken"])
