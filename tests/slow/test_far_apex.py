@@ -117,8 +117,9 @@ def test_every_request_gets_the_model_s_tokens(
 def test_requests_that_would_delay_those_on_the_device_may_not_start(device: torch.device, strategy: str) -> None:
     """The device holds four pages; with overlap the CPU has a whole step for answers, in lockstep no time."""
     with engine(device, strategy) as running:
-        assert running.runtime.room() is None, "nothing runs"
+        assert running.runtime.room() is None, "nothing decodes"
         begin(running, "a", "b")
+        running.step()
         room = running.runtime.room()
         if strategy == "gpu":
             assert room is None, "no worker is asked"
