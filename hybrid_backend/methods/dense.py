@@ -17,6 +17,7 @@ class Dense(Method):
     """Attention over all host pages in place, without frames, digests and workers; a GPU reads over the bus."""
 
     name = "dense"
+    suits_cpu = True
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)

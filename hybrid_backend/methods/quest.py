@@ -35,6 +35,7 @@ class Quest(Method):
 
     name = "quest"
     budgets_vary = True
+    suits_cpu = True
     attends_in_place = True
 
     @classmethod

@@ -58,6 +58,8 @@ class Method(ABC):
     """The page budget of a row may differ between layers and between steps."""
     attends_selection: ClassVar[bool] = True
     """A layer that leaves pages out attends the pages that `Toolbox.select` has selected."""
+    suits_cpu: ClassVar[bool] = False
+    """On a CPU the method attends pages where they lie. Others copy pages within RAM there, which serves tests."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 

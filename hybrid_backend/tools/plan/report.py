@@ -41,7 +41,8 @@ class Request:
         ram: host memory. None: the machine's.
         hardware: rates of the machine; None if they are not known.
         machine: name of a machine without rates.
-        methods: methods to plan; empty for all.
+        methods: methods to plan; empty for those that serve on the device.
+        all_methods: on a CPU plan those too that serve there in tests alone.
     """
 
     shape: ModelShape
@@ -53,6 +54,7 @@ class Request:
     hardware: Hardware | None = None
     machine: str | None = None
     methods: tuple[str, ...] = ()
+    all_methods: bool = False
     chunk_tokens: int | None = None
     device_overhead: int | None = None
     host_overhead: int | None = None
@@ -144,7 +146,7 @@ def make_plan(request: Request) -> Plan:
     settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
-    for name in request.methods or _planned_methods(settled.method, device):
+    for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))
@@ -168,12 +170,14 @@ def make_plan(request: Request) -> Plan:
     )
 
 
-def _planned_methods(configured: str, device: torch.device) -> list[str]:
-    """Name the methods that run on the device, and the configured one, so that its refusal is shown."""
-    names = method_names()
-    if device.type == "cpu":
-        return names
-    return [name for name in names if name == configured or not resolve_method(name).attends_in_place]
+def _planned_methods(configured: str, device: torch.device, all_methods: bool) -> list[str]:
+    """Name the methods that serve on the device, and the configured one, so that its refusal is shown.
+
+    On a CPU these are the methods that attend pages in place; others copy pages from RAM to RAM there, for tests.
+    """
+    if device.type != "cpu":
+        return [name for name in method_names() if name == configured or not resolve_method(name).attends_in_place]
+    return [name for name in method_names() if all_methods or name == configured or resolve_method(name).suits_cpu]
 
 
 def serve_flags(row: Row, plan: Plan) -> list[str]:
