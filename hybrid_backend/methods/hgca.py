@@ -82,6 +82,7 @@ class Hgca(Method):
     """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
     name = "hgca"
+    suits_gpu = False
     uses_workers = True
     attends_selection = False  # Layers attend sinks, ring and context caches.
 

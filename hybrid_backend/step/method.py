@@ -60,6 +60,8 @@ class Method(ABC):
     """A layer that leaves pages out attends the pages that `Toolbox.select` has selected."""
     suits_cpu: ClassVar[bool] = False
     """On a CPU the method attends pages where they lie. Others copy pages within RAM there, which serves tests."""
+    suits_gpu: ClassVar[bool] = True
+    """The method is ready for the traffic of a GPU (docs/lab/cuda.md#what-is-missing)."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 

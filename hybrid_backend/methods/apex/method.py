@@ -50,6 +50,7 @@ class Apex(WaitingMethod):
     """Whole requests: on the device if they fit, else on the CPU."""
 
     name = "apex"
+    suits_gpu = False
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hybrid_backend.hardware import find_hardware, machine_names
 from hybrid_backend.memory_plan.footprint import UTILIZATION
+from hybrid_backend.methods import resolve_method
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.report import Plan, Row
 
@@ -33,10 +34,19 @@ def answer(plan: Plan) -> Row | None:
 
 
 def faster(plan: Plan, row: Row) -> Row | None:
-    """Return the fastest other method if it beats ``row`` by more than `DRAW`. Rates are at each method's own batch."""
+    """Return the fastest method that suits the device if it beats ``row`` by more than `DRAW`; stock is one of them.
+
+    Rates are at each method's own batch.
+    """
     own_rate = rate(plan, row)
-    best = max(plan.rows, key=lambda candidate: rate(plan, candidate) or 0.0)
+    suited = [candidate for candidate in plan.rows if candidate.name == "stock" or _suits(plan, candidate.name)]
+    best = max(suited, key=lambda candidate: rate(plan, candidate) or 0.0)
     return best if own_rate and (rate(plan, best) or 0.0) > DRAW * own_rate else None
+
+
+def _suits(plan: Plan, name: str) -> bool:
+    method = resolve_method(name)
+    return method.suits_gpu if plan.device_limit else method.suits_cpu
 
 
 def rate(plan: Plan, row: Row) -> float | None:

@@ -132,6 +132,16 @@ def test_another_method_is_called_faster_only_beyond_the_simulations_error() -> 
         assert (faster(changed, scout) is row) == is_named == ("Faster: infinigen" in meant(changed))
 
 
+def test_no_method_that_is_not_ready_for_the_device_is_called_faster() -> None:
+    """hgca and apex are for comparison on a GPU; all but quest and dense are on a CPU."""
+    for machine, names in (("a100-80", ("hgca", "apex")), ("xeon-8480", ("scout", "hgca", "apex", "infinigen", "clo"))):
+        configured = "scout" if machine == "a100-80" else "quest"
+        planned = plan(machine, methods=(configured, *names), ram=2048 * GIB)
+        row = planned.row(configured)
+        fast = [replace(planned.row(name), best_tokens_per_s=1e6, tokens_per_s=1e6, fits=True) for name in names]
+        assert faster(replace(planned, rows=(planned.row("stock"), row, *fast)), row) is None
+
+
 def test_without_a_machine_the_first_lines_say_how_to_get_speeds_and_there_are_no_columns_of_them(
     tmp_path: Path,
 ) -> None:
