@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,10 @@ class Dense(Method):
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         self.attends_in_place = _is_in_place(config, model, tiers.device)
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        return math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:

@@ -126,6 +126,11 @@ class Method(ABC):
 
     # --- called in a step ---
 
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        """Return the longest context in tokens that a decode step attends whole; inf: any; 0: none is promised."""
+        return 0
+
     def begin_step(self, step: Step) -> None:
         """Prepare for a scheduler step. A preempted request that prefills again still has its old request index."""
 

@@ -12,6 +12,7 @@ behind the device's attention, and else overlap.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,10 @@ class Apex(WaitingMethod):
     @classmethod
     def needs_parking(cls, config: HybridConfig) -> bool:
         return config.apex.strategy == "overlap"
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        return math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:

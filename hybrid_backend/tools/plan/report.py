@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,6 +78,7 @@ class Row:
         host_context: longest context by host memory alone.
         parts_ms: parts of the simulated step, with ``max_batch`` if the planned batch does not fit.
         otherwise: what the engine does if the device does not hold all exact layers whole.
+        exact_tokens: longest context that a decode step attends whole; None: any.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Row:
     host_context: int = 0
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     otherwise: str | None = None
+    exact_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,9 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
     refused = candidate.refusal() if isinstance(candidate, MethodMemory) else None
     if refused is not None:
         return Row(candidate.name, refused=refused)
+    exact = (
+        resolve_method(candidate.name).exact_tokens(request.config) if candidate.name in method_names() else math.inf
+    )
     batch = -(-request.batch // devices)
     memory = candidate.memory(request.context, batch)
     why_not = memory.missing(room)
@@ -246,6 +252,7 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
         otherwise=_otherwise(candidate, memory, request.context, batch)
         if batches.get("device", batch) < batch
         else None,
+        exact_tokens=None if math.isinf(exact) else int(exact),
     )
 
 

@@ -187,6 +187,17 @@ def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
     assert flags[flags.index("--max-num-seqs") + 1] == "16"
 
 
+def test_the_plan_says_which_contexts_are_exact(model_dir: Path) -> None:
+    rows = make_plan(request(methods=("scout", "dense"))).rows
+    assert [row.exact_tokens for row in rows] == [None, CONFIG.automatic_frames * 32, None]
+    assert make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB)).row("quest").exact_tokens == 2048
+    told = " ".join(run("--machine", "epyc-7313", "--context", "8k").output.split())
+    assert "- quest: exact up to 2,048 tokens of context; beyond that decoding leaves pages out" in told
+    short = " ".join(run("--machine", "epyc-7313", "--context", "1k").output.split())
+    assert "- quest: exact, as no sequence is longer than 2,048 tokens" in short
+    assert "exact" not in run("--machine", "epyc-7313", "--set", "sparse=never").output.partition("\n- ")[2]
+
+
 # --- the command ---
 
 
