@@ -115,3 +115,20 @@ def test_offline_is_told_apart_from_no_network(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE forbids fetching it; unset it, or give a directory"):
         check_hub("org/absent")
+
+
+@pytest.mark.usefixtures("closed_port")
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_cached_model_needs_no_network(offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of the hub's own cache, as huggingface_hub writes it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    repository, commit = tmp_path / "hub" / "models--org--tiny", "0" * 40
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    begin = time.monotonic()
+    check_hub("org/tiny")
+    assert hub_folder("org/tiny") == str(folder)
+    assert time.monotonic() - begin < 15
