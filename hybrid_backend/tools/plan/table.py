@@ -120,10 +120,11 @@ def _gib(size: float) -> str:
 
 
 def _exactness(plan: Plan, row: Row, exact_tokens: int) -> str:
-    """Tell up to which context the method attends everything."""
+    """Tell up to which context the method attends everything. A server turns spare device memory into more frames."""
     if plan.context <= exact_tokens:
         return f"{row.name}: exact, as no sequence is longer than {exact_tokens:,} tokens"
-    return f"{row.name}: exact up to {exact_tokens:,} tokens of context; beyond that decoding leaves pages out"
+    limit = f"{'at least ' if plan.device_limit else ''}{exact_tokens:,} tokens of context"
+    return f"{row.name}: exact up to {limit}; beyond that decoding leaves pages out"
 
 
 def _notes(plan: Plan) -> list[str]:

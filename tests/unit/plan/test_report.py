@@ -193,6 +193,8 @@ def test_the_plan_says_which_contexts_are_exact(model_dir: Path) -> None:
     assert make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB)).row("quest").exact_tokens == 2048
     told = " ".join(run("--machine", "epyc-7313", "--context", "8k").output.split())
     assert "- quest: exact up to 2,048 tokens of context; beyond that decoding leaves pages out" in told
+    on_gpu = " ".join(run("--machine", "a10", "--context", "8k").output.split())
+    assert "- scout: exact up to at least 2," in on_gpu
     short = " ".join(run("--machine", "epyc-7313", "--context", "1k").output.split())
     assert "- quest: exact, as no sequence is longer than 2,048 tokens" in short
     assert "exact" not in run("--machine", "epyc-7313", "--set", "sparse=never").output.partition("\n- ")[2]
