@@ -14,7 +14,11 @@ def test_a_mapping_that_replaces_the_models_file_says_so() -> None:
     )
 
 
-def test_nothing_is_said_where_no_shipped_file_fits_or_the_configuration_is_resolved() -> None:
+def test_the_file_for_all_other_models_is_replaced_too() -> None:
+    """Without it there are no exact layers, which default.yaml has."""
+    assert "configs/default.yaml, which fits my-own-model, is not read" in unread_file("my-own-model", {"sinks": 2})
+
+
+def test_nothing_is_said_of_a_resolved_configuration() -> None:
     """`hybrid serve` hands a mapping with all keys to the engine, whose processes read it again."""
-    assert unread_file("my-own-model", {"budget_tokens": 4096}) == ""
     assert unread_file("smollm2-135m-instruct", HybridConfig().model_dump(mode="json")) == ""

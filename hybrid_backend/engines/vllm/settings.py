@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_backend.config import DEFAULT_FILE, HybridConfig, config_from_mapping, find_config, resolve_config
+from hybrid_backend.config import HybridConfig, config_from_mapping, find_config, resolve_config
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import with_method
@@ -49,13 +49,14 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
 
 
 def unread_file(model_name: str, mapping: Mapping[str, object]) -> str:
-    """Return a line for the log if ``mapping`` replaces a shipped file that fits the model's name; else an empty text.
+    """Return a line for the log that ``mapping`` replaces the shipped file which fits the model's name.
 
-    A mapping with all keys is a resolved configuration, as `hybrid serve` passes one, and replaces nothing.
+    A mapping with all keys is a resolved configuration, as `hybrid serve` passes one. It replaces nothing, and the text
+    is empty.
     """
-    file = find_config(model_name)
-    if file.name == DEFAULT_FILE or HybridConfig.model_fields.keys() <= mapping.keys():
+    if HybridConfig.model_fields.keys() <= mapping.keys():
         return ""
+    file = find_config(model_name)
     return (
         f"hybrid backend: additional_config[{ADDITIONAL_CONFIG_KEY!r}] is the whole configuration: "
         f"{file.parent.name}/{file.name}, which fits {model_name}, is not read, and keys that are left out have their "
