@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.methods.apex.method import _machine
 from hybrid_backend.methods.apex.rule import bound, cpu_hides, judge
 
 seconds = st.floats(1e-5, 1e-1)
@@ -131,3 +134,11 @@ def test_the_papers_ratios_never_pipeline() -> None:
     assert [bound(a, 1.0) for a in (1 / 1.5, 2.0)] == pytest.approx([5.833, 7.5], abs=1e-3)
     times = layer(machine(cpu=1e11))
     assert {judge(times, 10, tokens, 5).strategy for tokens in (500_000, 1_000_000, 1_500_000)} == {"overlap"}
+
+
+def test_a_cpu_servers_rates_are_refused_for_a_gpu() -> None:
+    with pytest.raises(
+        ConfigError, match=r"apex.hardware: epyc-7313 is a CPU server, .*; write auto, or one of t4, a10"
+    ):
+        _machine("epyc-7313", torch.device("cuda"))
+    assert _machine("epyc-7313", torch.device("cpu")).device == "cpu"
