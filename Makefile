@@ -207,7 +207,7 @@ machine:
 	fi
 
 serve: machine install $(if $(filter $(DEMO),$(MODEL)),model) ## Serve MODEL on PORT with the OpenAI API (ENGINE=vllm or sglang)
-	@echo "==> serving $(MODEL) on port $(PORT); in another shell: source $(ENGINE_VENV)/bin/activate, then hybrid --help"
+	@echo "==> serving $(MODEL) on port $(PORT); in another shell: source $(ENGINE_VENV)/bin/activate && hybrid top http://localhost:$(PORT)"
 	@exec $(ENGINE_VENV)/bin/hybrid serve "$(MODEL)" --engine $(ENGINE) $(if $(CONFIG),--config "$(CONFIG)") -- --port $(PORT) $(ARGS)
 
 # -- develop -------------------------------------------------------------------------------------------------

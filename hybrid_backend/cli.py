@@ -92,9 +92,10 @@ def serve(
 
         check_method_name(settings.method)
         resolve_kernel(settings.workers.kernel)
-        from hybrid_backend.tools.hub import resolve_model
+        from hybrid_backend.tools.hub import check_hub, resolve_model
 
         directory = resolve_model(model)
+        check_hub(directory)
         serving = f"serving {model} on {server.NAME}, method {settings.method}"
         Console(stderr=True).print(
             f"hybrid {__version__}: {serving}, configuration {source}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import torch
@@ -24,18 +25,28 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
         groups: KV cache groups that share the pages of the host pool.
     """
     config, host = runtime.config, runtime.tiers.host
-    budget, digests = runtime.method.gauges().get("hybrid_budget_tokens"), runtime.tiers.layout.digests
+    digests = runtime.tiers.layout.digests
     tokens = host.pages // groups * config.page_size
     no_library, no_quest = cpu.why_unavailable(), why_scout(config, runtime.model, runtime.tiers.device)
     method = f"{config.method} (quest cannot serve: {no_quest})" if no_quest not in ("", no_library) else config.method
     yield (
         logging.INFO,
         f"hybrid backend: method {method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
-        f"budget {'none' if budget is None else f'{budget:,.0f} tokens'}, "
+        f"{_attended(runtime)}, "
         f"digests {'none' if digests is None else digests.name}, kernels {_kernels(runtime)}, {_threads(runtime)}",
     )
     if config.workers.kernel == "auto" and no_library is not None:
         yield logging.WARNING, f"PyTorch attends instead of native CPU kernels, several times slower: {no_library}"
+
+
+def _attended(runtime: HybridRuntime) -> str:
+    """Say how much of a context a decode step attends: everything, or a budget, and which contexts are exact."""
+    exact = runtime.method.exact_tokens(runtime.config)
+    if math.isinf(exact):
+        return "every token attended"
+    budget = runtime.method.gauges().get("hybrid_budget_tokens")
+    text = "part of a long context attended" if budget is None else f"budget {budget:,.0f} tokens"
+    return f"{text} (exact up to {exact:,.0f} tokens)" if exact else text
 
 
 def _threads(runtime: HybridRuntime) -> str:

@@ -1,4 +1,4 @@
-"""Named machines: data sheets for the device, a typical server for the host.
+"""Named machines with a GPU: data sheets for the device, a typical server for the host. CPU servers: `cpu_machines`.
 
 A measured profile (``hybrid profile --hardware``) is better. What a data sheet does not say (achieved shares,
 overheads) is one general figure for all machines, and its ``source`` says so.
@@ -10,11 +10,19 @@ for generations 3, 4 and 5 with 128b/130b coding, so 15.75, 31.5 and 63 GB/s per
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.hardware.cpu_machines import (
+    CORE_BYTES_PER_S,
+    KERNEL_SHARE,
+    STREAM_SHARE,
+    cpu_machines,
+    thread_counts,
+)
 from hybrid_backend.hardware.spec import Hardware, Number, copies, read_hardware, saturating
 
 PCIE_PEAK = {3: 15.75e9, 4: 31.5e9, 5: 63e9, 6: 121e9}
@@ -49,9 +57,7 @@ def _machine(
 ) -> Hardware:
     """Return a device by its data sheet, on a host whose memory channels are 8 bytes wide."""
     peak = host.channels * 8 * host.transfers
-    read = 0.8 * peak  # STREAM reaches 75 to 85 % of a server's peak
-    per_core = 12e9  # one Xeon or EPYC core reads 10 to 18 GB/s (16.5 to 18 measured: docs/lab/cpu-kernels.md)
-    threads = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < host.cores] + [host.cores]
+    read, per_core, threads = STREAM_SHARE * peak, CORE_BYTES_PER_S, thread_counts(host.cores)
     channels = f"{host.channels} channels at {host.transfers / 1e6:.0f} MT/s = {peak / 1e9:.0f} GB/s peak"
     memory = f"{host.name}: {channels}, 80 % as STREAM"
     link = f"PCIe {pcie} x16, {PCIE_PEAK[pcie] / 1e9:g} GB/s peak, {PCIE_EFFICIENCY:.0%} of it for large pinned copies"
@@ -70,7 +76,10 @@ def _machine(
         host_ram_bytes=Number(value=host.ram_gib * 2**30, source=host.name),
         host_read_bytes_per_s=saturating(threads, per_core, read, f"{memory}; {per_core / 1e9:g} GB/s per core"),
         cpu_attention_bytes_per_s=saturating(
-            threads, 0.8 * per_core, 0.8 * read, f"{memory}; our kernels read K and V at 80 % (docs/lab/cpu-kernels.md)"
+            threads,
+            KERNEL_SHARE * per_core,
+            KERNEL_SHARE * read,
+            f"{memory}; our kernels read K and V at 80 % (docs/lab/cpu-kernels.md)",
         ),
         layer_overhead_s=Number(value=20e-6, source="general figure: about ten small kernels of 2 us in a CUDA graph"),
         step_overhead_s=Number(value=2e-3, source="general figure: scheduler, sampler and detokenizer of a server"),
@@ -96,7 +105,7 @@ _H100_HOST = _Host(
 )
 
 
-def _named() -> tuple[Hardware, ...]:
+def _gpu_machines() -> tuple[Hardware, ...]:
     return (
         _machine("t4", sheet="NVIDIA T4 data sheet: 16 GB, 320 GB/s, 65 TFLOPS fp16 (no bf16), PCIe 3 x16",
                  memory_mib=15360, hbm=320e9, flops=65e12, pcie=3, processors=40, host=_T4_HOST),
@@ -119,9 +128,14 @@ def _named() -> tuple[Hardware, ...]:
     )  # fmt: skip
 
 
-def machine_names() -> tuple[str, ...]:
-    """Return the names of the machines."""
-    return tuple(machine.name for machine in _named())
+def named_machines() -> tuple[Hardware, ...]:
+    """Return all named machines: those with a GPU, then the CPU servers."""
+    return (*_gpu_machines(), *cpu_machines())
+
+
+def machine_names(device: Literal["gpu", "cpu"] | None = None) -> tuple[str, ...]:
+    """Return the names of the machines with that device; None: of all."""
+    return tuple(machine.name for machine in named_machines() if device in (None, machine.device))
 
 
 def hardware_of_gpu(gpu: str) -> Hardware | None:
@@ -133,24 +147,34 @@ def hardware_of_gpu(gpu: str) -> Hardware | None:
     words = gpu.replace("rtx ", "rtx").replace("-", " ").split()
     if not {"laptop", "mig", "nvl"}.isdisjoint(words) or {"h100", "pcie"} <= set(words):
         return None
-    kinds = {machine.name: machine.name.split("-") for machine in _named()}
+    kinds = {name: name.split("-") for name in machine_names("gpu")}
     fitting = [name for name, (kind, *_) in kinds.items() if kind in words]
     return find_hardware(max(fitting, key=lambda name: kinds[name][-1] in gpu)) if fitting else None
 
 
 def find_hardware(name_or_path: str | Path) -> Hardware:
-    """Return the machine of that name (any case; "A100" is a100-80), or the profile in that JSON file.
+    """Return the machine of that name, or the profile in that JSON file.
+
+    Case, spaces, dashes and underscores of a name do not matter. "A100" is a100-80, "4090" is rtx4090.
 
     Raises:
         ConfigError: no such machine or file, or an invalid profile.
     """
     text = str(name_or_path).strip()
-    name = text.lower().replace(" ", "").replace("_", "-")
-    name = {"4090": "rtx4090", "a100": "a100-80", "rtx-4090": "rtx4090"}.get(name, name)
-    for machine in _named():
-        if machine.name == name:
+    key = _key(text)
+    key = {"4090": "rtx4090", "a100": "a10080", "xeon8480+": "xeon8480"}.get(key, key)
+    for machine in named_machines():
+        if _key(machine.name) == key:
             return machine
     if text.endswith(".json") or "/" in text or is_file(text):
         return read_hardware(text)
-    names = ", ".join(machine_names())
-    raise ConfigError(f"hardware {text!r}: no such machine; write one of {names}, or the path of a profile's JSON file")
+    raise ConfigError(f"hardware {text!r}: no such machine; write {machine_choices()}")
+
+
+def machine_choices(device: Literal["gpu", "cpu"] | None = None) -> str:
+    """List what names a machine with that device, for an error or a hint."""
+    return f"one of {', '.join(machine_names(device))}, or the JSON file of 'hybrid profile --hardware'"
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name.lower())

@@ -34,6 +34,10 @@ class Number(_Frozen):
     value: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     source: Text
 
+    def times(self, factor: float, reason: str) -> Number:
+        """Return the number multiplied by ``factor``; its source says why."""
+        return Number(value=self.value * factor, source=f"{self.source}; {reason}")
+
 
 class Curve(_Frozen):
     """A rate as a function of a size or a count: linear between the points, flat beyond them."""
@@ -63,6 +67,11 @@ class Curve(_Frozen):
     def best_until(self, x: float) -> float:
         """Return the best rate at ``x`` or below, because fewer threads than allowed may be used."""
         return max([self.at(x), *(rate for point, rate in self.points if point <= x)])
+
+    def times(self, factor: float) -> Curve:
+        """Return the curve with every rate multiplied by ``factor``."""
+        points = tuple((x, rate * factor) for x, rate in self.points)
+        return Curve(points=points, source=f"{self.source}; times {factor:.3g}")
 
     def extended(self, x: float) -> Curve:
         """Return the curve continued to ``x`` at its last slope; a flat curve stays flat."""
@@ -154,11 +163,25 @@ class Hardware(_Frozen):
         return min(self.host_device_bytes_per_s.at(piece_bytes), self.host_read_achieved)
 
     def with_cores(self, cores: int) -> Hardware:
-        """Return the machine with that many cores; more than were measured continue the curves of threads."""
-        return self.replace(
-            cores=cores,
-            host_read_bytes_per_s=self.host_read_bytes_per_s.extended(cores),
-            cpu_attention_bytes_per_s=self.cpu_attention_bytes_per_s.extended(cores),
+        """Return the machine with that many cores; more than were measured continue the curves of threads.
+
+        The cores of a CPU server are its device, so its device's rates follow: products by the number of cores, reads
+        of weights and of K and V as the curves of threads do.
+        """
+        reads, attention = self.host_read_bytes_per_s.extended(cores), self.cpu_attention_bytes_per_s.extended(cores)
+        machine = self.replace(cores=cores, host_read_bytes_per_s=reads, cpu_attention_bytes_per_s=attention)
+        if self.device == "gpu" or cores == self.cores:
+            return machine
+        read = reads.best_until(cores) / reads.best_until(self.cores)
+        attend = attention.best_until(cores) / attention.best_until(self.cores)
+        return machine.replace(
+            hbm_efficiency=self.hbm_efficiency.times(read, f"{cores} of {self.cores} cores"),
+            bf16_flops_per_s=self.bf16_flops_per_s.times(cores / self.cores, f"{cores} of {self.cores} cores"),
+            linear_bytes_per_s=self.linear_bytes_per_s and self.linear_bytes_per_s.times(read),
+            device_attention_bytes_per_s=self.device_attention_bytes_per_s
+            and self.device_attention_bytes_per_s.times(attend),
+            stock_attention_bytes_per_s=self.stock_attention_bytes_per_s
+            and self.stock_attention_bytes_per_s.times(attend),
         )
 
     def to_json(self) -> str:

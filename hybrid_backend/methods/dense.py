@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,15 @@ class Dense(Method):
     """Attention over all host pages in place, without frames, digests and workers; a GPU reads over the bus."""
 
     name = "dense"
+    suits_cpu = True
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
         self.attends_in_place = _is_in_place(config, model, tiers.device)
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        return math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:

@@ -10,6 +10,7 @@ Optional (``headinfer.resident_heads``): heads whose KV also stays on the device
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -81,6 +82,10 @@ class HeadInfer(Method):
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
         _named_heads(config, num_layers, num_kv_heads)
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        return math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:

@@ -20,6 +20,7 @@ attended densely through the staging buffers, which is exact. Only a prompt's la
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +83,7 @@ class Hgca(Method):
     """First pages and a ring of recent ones on the device; a context cache per KV head on the CPU."""
 
     name = "hgca"
+    suits_gpu = False
     uses_workers = True
     attends_selection = False  # Layers attend sinks, ring and context caches.
 
@@ -122,6 +124,13 @@ class Hgca(Method):
         older = max(0, -(-tokens // config.page_size) - config.sinks - _ring(config))
         cached = len(cls.layout(config, model, device).cached_layers(config, model))
         return cached * older * model.page_bytes(config.page_size)
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        """Return `Method.exact_tokens`: first pages and window."""
+        if config.sparse == "never":
+            return math.inf
+        return config.sinks * config.page_size + config.hgca.window_tokens
 
     @property
     def device_bytes(self) -> int:

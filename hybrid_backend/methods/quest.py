@@ -17,6 +17,8 @@ Extensions of the paper, each of them a key of ``selection``:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ class Quest(Method):
 
     name = "quest"
     budgets_vary = True
+    suits_cpu = True
     attends_in_place = True
 
     @classmethod
@@ -65,6 +68,11 @@ class Quest(Method):
         shortlists = kept_bytes(config, model, digests, pages, layers)
         has_spans = digests.has_byte_copy and config.selection.candidates > 0
         return shortlists + (span_bytes(model, pages, layers) if has_spans else 0)
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        """Return `Method.exact_tokens`: the budget, whatever share of it a layer has beyond."""
+        return math.inf if config.sparse == "never" else config.budget_pages * config.page_size
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """Return `Method.budgets`: a row with more pages than its budget leaves pages out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -72,6 +73,14 @@ class Selective(Method):
         more = most - config.automatic_frames
         frames = max(config.automatic_frames, min(device_pages // requests, MOST_FRAMES - more))
         return config.model_copy(update={"frames_per_request": frames})
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        """Return `Method.exact_tokens`: what fits the frames of a request, with ``sparse: always`` its budget too."""
+        if config.sparse == "never":
+            return math.inf
+        frames = frames_per_request(config)
+        return (frames if config.sparse == "auto" else min(frames, config.budget_pages)) * config.page_size
 
     def budgets(self, rows: DecodeRows) -> Tensor:
         """Return `Method.budgets`: a row with more pages than frames leaves pages out.

@@ -58,6 +58,10 @@ class Method(ABC):
     """The page budget of a row may differ between layers and between steps."""
     attends_selection: ClassVar[bool] = True
     """A layer that leaves pages out attends the pages that `Toolbox.select` has selected."""
+    suits_cpu: ClassVar[bool] = False
+    """On a CPU the method attends pages where they lie. Others copy pages within RAM there, which serves tests."""
+    suits_gpu: ClassVar[bool] = True
+    """The method is ready for the traffic of a GPU (docs/lab/cuda.md#what-is-missing)."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 
@@ -121,6 +125,11 @@ class Method(ABC):
         return 0
 
     # --- called in a step ---
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        """Return the longest context in tokens that a decode step attends whole; inf: any; 0: none is promised."""
+        return 0
 
     def begin_step(self, step: Step) -> None:
         """Prepare for a scheduler step. A preempted request that prefills again still has its old request index."""

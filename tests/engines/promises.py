@@ -50,7 +50,8 @@ def what_serves_is_said_once(server: Server, method: str, budget: int) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "hybrid backend: method" in line]
     assert len(lines) == 1, lines
     assert re.search(
-        rf"method {method}, host pool [\d.]+ [MG]iB \([\d,]+ tokens\), budget {budget:,} tokens, digests \w+, "
+        rf"method {method}, host pool [\d.]+ [MG]iB \([\d,]+ tokens\), "
+        rf"budget {budget:,} tokens \(exact up to [\d,]+ tokens\), digests \w+, "
         r"kernels native \(\w+\), (in place on \d+ threads|\d+ worker threads)$",
         lines[0],
     ), lines[0]

@@ -67,6 +67,7 @@ def _run(words: Sequence[str]) -> str:
     with (
         patch("hybrid_backend.tools.plan.model._local_folder", lambda _: None),  # published shapes, whatever is fetched
         patch("hybrid_backend.tools.hub.resolve_model", lambda model: model),
+        patch("hybrid_backend.tools.hub.check_hub", lambda model: None),
         chdir(ROOT),
     ):
         result = CliRunner(env={"COLUMNS": "80", "HYBRID_CONFIG": None}).invoke(app, list(words))

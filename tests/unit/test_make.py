@@ -89,3 +89,9 @@ def test_what_can_serve_is_not_refused(variables: list[str], no_gpu: Path) -> No
 def test_serve_begins_with_the_machine(no_gpu: Path) -> None:
     done = make("-n", "serve", driver=no_gpu)
     assert done.returncode == 0 and done.stdout.index("nvidia-smi") < done.stdout.index("hybrid serve")
+
+
+def test_serve_says_how_to_watch_the_server_on_its_port(no_gpu: Path) -> None:
+    """`hybrid top` looks at port 8000 unless it is told another."""
+    done = make("-n", "serve", "PORT=9000", driver=no_gpu)
+    assert "source .venv/bin/activate && hybrid top http://localhost:9000" in done.stdout

@@ -37,7 +37,7 @@ def test_one_line_names_what_serves() -> None:
     assert lines(method="quest") == [
         (
             logging.INFO,
-            "hybrid backend: method quest, host pool 2.3 MiB (3,200 tokens), budget 64 tokens, "
+            "hybrid backend: method quest, host pool 2.3 MiB (3,200 tokens), budget 64 tokens (exact up to 64 tokens), "
             f"digests minmax_and_int8, kernels native ({best}), in place on {torch.get_num_threads()} threads",
         )
     ]
@@ -48,7 +48,26 @@ def test_one_line_names_what_serves() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_its_line(name: str) -> None:
     ((level, line),) = lines(**METHODS[name])
-    assert level == logging.INFO and "budget " in line and "digests " in line
+    assert level == logging.INFO and "digests " in line and "none tokens" not in line and "budget none" not in line
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"method": "quest"}, ", budget 64 tokens (exact up to 64 tokens), "),
+        ({"method": "scout"}, ", budget 64 tokens (exact up to 96 tokens), "),
+        ({"method": "scout", "sparse": "always"}, ", budget 64 tokens (exact up to 64 tokens), "),
+        ({"method": "quest", "sparse": "never"}, ", every token attended, "),
+        ({"method": "scout", "sparse": "never"}, ", every token attended, "),
+        ({"method": "dense"}, ", every token attended, "),
+        ({"method": "headinfer"}, ", every token attended, "),
+        ({"method": "apex"}, ", every token attended, "),
+        ({"method": "hgca"}, ", part of a long context attended (exact up to "),
+    ],
+)
+def test_the_line_says_how_much_is_attended_and_which_contexts_are_exact(keys: dict[str, str], text: str) -> None:
+    ((_, line),) = lines(**{**METHODS[keys["method"]], **keys})
+    assert text in line
 
 
 def test_where_native_kernels_are_missing_a_warning_says_why_and_the_fix(without_library: None) -> None:

@@ -41,7 +41,9 @@ def _announced(send: Send) -> Send:
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             logger.info(
-                "hybrid backend: ready for requests on %s; Ctrl-C or SIGTERM ends it after those in flight",
+                "hybrid backend: ready for requests on %s; watch it with: hybrid top %s; "
+                "Ctrl-C or SIGTERM ends it after those in flight",
+                served_address(),
                 served_address(),
             )
 

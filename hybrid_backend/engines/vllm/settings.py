@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_backend.config import HybridConfig, config_from_mapping, resolve_config
+from hybrid_backend.config import HybridConfig, config_from_mapping, find_config, resolve_config
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import with_method
@@ -39,9 +41,27 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
         config, _ = resolve_config(str(name), explicit, os.environ)
     else:
         config = config_from_mapping(explicit, f"--additional-config: {ADDITIONAL_CONFIG_KEY}")
+        if unread := unread_file(str(name), explicit):
+            logging.getLogger("vllm.hybrid_backend").info(unread)
     config = _with_method(vllm_config, config)
     replace_config(vllm_config, config)
     return config
+
+
+def unread_file(model_name: str, mapping: Mapping[str, object]) -> str:
+    """Return a line for the log that ``mapping`` replaces the shipped file which fits the model's name.
+
+    A mapping with all keys is a resolved configuration, as `hybrid serve` passes one. It replaces nothing, and the text
+    is empty.
+    """
+    if HybridConfig.model_fields.keys() <= mapping.keys():
+        return ""
+    file = find_config(model_name)
+    return (
+        f"hybrid backend: additional_config[{ADDITIONAL_CONFIG_KEY!r}] is the whole configuration: "
+        f"{file.parent.name}/{file.name}, which fits {model_name}, is not read, and keys that are left out have their "
+        "defaults"
+    )
 
 
 def _with_method(vllm_config: VllmConfig, config: HybridConfig) -> HybridConfig:

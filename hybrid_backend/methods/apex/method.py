@@ -12,6 +12,7 @@ behind the device's attention, and else overlap.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from hybrid_backend.batch import DecodeRows, ModelSpec, RequestRoom, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
-from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu
+from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu, machine_choices
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.apex.parking import Parking, parking_bytes
 from hybrid_backend.methods.apex.placement import Placement
@@ -51,6 +52,7 @@ class Apex(WaitingMethod):
     """Whole requests: on the device if they fit, else on the CPU."""
 
     name = "apex"
+    suits_gpu = False
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:
         super().__init__(config, model, tiers)
@@ -86,6 +88,10 @@ class Apex(WaitingMethod):
     @classmethod
     def needs_parking(cls, config: HybridConfig) -> bool:
         return config.apex.strategy == "overlap"
+
+    @classmethod
+    def exact_tokens(cls, config: HybridConfig) -> float:
+        return math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
@@ -228,9 +234,13 @@ def _machine(name: str, device: torch.device) -> Hardware:
     """Return the machine that ``apex.hardware`` names."""
     if name != "auto":
         try:
-            return find_hardware(name)
+            machine = find_hardware(name)
         except ConfigError as error:
             raise ConfigError(f"apex.{error}") from None
+        if device.type != "cpu" and machine.device == "cpu":
+            fix = f"write auto, or {machine_choices('gpu')}"
+            raise ConfigError(f"apex.hardware: {name} is a CPU server, whose rates are not those of this GPU; {fix}")
+        return machine
     gpu = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
     return hardware_of_gpu(gpu) or find_hardware(_DEFAULT_MACHINE)
 

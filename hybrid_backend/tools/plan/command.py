@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
@@ -16,6 +16,9 @@ from rich.console import Console
 from hybrid_backend.config import resolve_config
 from hybrid_backend.config.reading import is_file
 from hybrid_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hybrid_backend.hardware import Hardware
 
 _MOST_GIB = 4096
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(ge=0, lt=2**63)])
@@ -33,14 +36,22 @@ def plan(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help="t4, a10, a40, l40s, rtx4090, a100, h100, h200, or a JSON profile; default: this machine"),
+        typer.Option(
+            help="GPU: t4, a10, a40, l40s, rtx4090, a100, h100, h200; CPU: ryzen-7950x, epyc-7313, xeon-6426y, "
+            "xeon-8480; or a JSON profile; default: this machine"
+        ),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="only this one (several times: these); default: all")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="only this one (several times: these); default: those that serve there")
+    ] = None,
+    all_methods: Annotated[bool, typer.Option("--all-methods", help="on a CPU those for tests too")] = False,
     config: Annotated[str | None, typer.Option(help="YAML file, or {...}; default: by the model's name")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one key, as budget_tokens=1024")] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")] = "auto",
-    cores: Annotated[int | None, typer.Option(min=1, help="of the host; default: the machine's")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="devices, a replica on each; default: the machine's")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="of the host of --machine; default: all of them")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="of --machine, a replica on each; default: the machine's")
+    ] = None,
     engine_overhead: Annotated[str | None, typer.Option(help="of the device, beside weights, activations, KV")] = None,
     host_overhead: Annotated[str | None, typer.Option(help="of the host, beside KV")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
@@ -63,9 +74,8 @@ def plan(
         if device_bytes is None:
             hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
         host_bytes = local.host_bytes if host_bytes is None else host_bytes
-    if cores is not None or gpus is not None:
-        if hardware is None:
-            raise ConfigError("--cores, --gpus: of which machine? give --machine NAME or a profile's file")
+    check_devices(hardware, machine, device_bytes, cores, gpus)
+    if hardware is not None and (cores is not None or gpus is not None):
         changes = [counted(count, noun) for count, noun in ((cores, "core"), (gpus, "device")) if count]
         name = ", ".join([hardware.name, *changes])
         hardware = hardware.with_cores(cores or hardware.cores).replace(gpus=gpus or hardware.gpus, name=name)
@@ -85,6 +95,7 @@ def plan(
         hardware=hardware,
         machine=machine_name,
         methods=tuple(method or ()),
+        all_methods=all_methods,
         device_overhead=memory("--engine-overhead", engine_overhead),
         host_overhead=memory("--host-overhead", host_overhead),
     )
@@ -93,6 +104,40 @@ def plan(
         typer.echo(json.dumps(asdict(planned), indent=1))
     else:
         show(planned, _serve(named, config, overrides or []), Console())
+
+
+def check_devices(
+    hardware: Hardware | None, machine: str | None, gpu_mem: int | None, cores: int | None, gpus: int | None
+) -> None:
+    """Refuse options that contradict each other.
+
+    Args:
+        hardware: rates of the machine; None if they are not known.
+        machine: what ``--machine`` names.
+        gpu_mem: bytes of ``--gpu-mem``.
+        cores: ``--cores``.
+        gpus: ``--gpus``.
+
+    Raises:
+        ConfigError: GPU memory beside a CPU server or none beside a GPU, or a count without a machine that has such.
+    """
+    from hybrid_backend.hardware import machine_choices
+
+    is_cpu = gpu_mem == 0 if hardware is None else hardware.device == "cpu"
+    if machine is not None and gpu_mem is not None and is_cpu != (gpu_mem == 0):
+        if is_cpu:
+            fix = f"leave --gpu-mem out, or name a machine with a GPU: {machine_choices('gpu')}"
+            raise ConfigError(f"--gpu-mem: --machine {machine} is a CPU server, which has no GPU memory; {fix}")
+        fix = f"name a CPU server: {machine_choices('cpu')}"
+        raise ConfigError(f"--gpu-mem 0: --machine {machine} has a GPU, whose rates are not those of its CPU; {fix}")
+    if gpus is not None and is_cpu:
+        fix = "leave --gpus out, or name a machine with a GPU"
+        raise ConfigError(f"--gpus {gpus}: a CPU server without a GPU is planned; {fix}: {machine_choices('gpu')}")
+    if hardware is None and (cores is not None or gpus is not None):
+        flag = "--gpus" if cores is None else "--cores"
+        reason = "counts are for speeds, and the rates of this machine are not known"
+        choices = machine_choices("cpu" if is_cpu else "gpu")
+        raise ConfigError(f"{flag}: {reason}; add --machine with {choices}, or leave {flag} out to plan memory alone")
 
 
 def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from hybrid_backend.model import (
     shape_from_config,
     weight_bytes,
 )
-from hybrid_backend.tools.hub import resolve_model
+from hybrid_backend.tools.hub import check_hub, resolve_model
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import models_dir
 from hybrid_backend.tools.plan.published import published, relative
@@ -122,6 +122,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    check_hub(model)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # The library logs a warning for each retry.
     try:
         config = Path(hf_hub_download(model, "config.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +42,8 @@ class Request:
         ram: host memory. None: the machine's.
         hardware: rates of the machine; None if they are not known.
         machine: name of a machine without rates.
-        methods: methods to plan; empty for all.
+        methods: methods to plan; empty for those that serve on the device.
+        all_methods: on a CPU plan those too that serve there in tests alone.
     """
 
     shape: ModelShape
@@ -53,6 +55,7 @@ class Request:
     hardware: Hardware | None = None
     machine: str | None = None
     methods: tuple[str, ...] = ()
+    all_methods: bool = False
     chunk_tokens: int | None = None
     device_overhead: int | None = None
     host_overhead: int | None = None
@@ -75,6 +78,7 @@ class Row:
         host_context: longest context by host memory alone.
         parts_ms: parts of the simulated step, with ``max_batch`` if the planned batch does not fit.
         otherwise: what the engine does if the device does not hold all exact layers whole.
+        exact_tokens: longest context that a decode step attends whole; None: any.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Row:
     host_context: int = 0
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     otherwise: str | None = None
+    exact_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def make_plan(request: Request) -> Plan:
     settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
-    for name in request.methods or _planned_methods(settled.method, device):
+    for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))
@@ -168,12 +173,14 @@ def make_plan(request: Request) -> Plan:
     )
 
 
-def _planned_methods(configured: str, device: torch.device) -> list[str]:
-    """Name the methods that run on the device, and the configured one, so that its refusal is shown."""
-    names = method_names()
-    if device.type == "cpu":
-        return names
-    return [name for name in names if name == configured or not resolve_method(name).attends_in_place]
+def _planned_methods(configured: str, device: torch.device, all_methods: bool) -> list[str]:
+    """Name the methods that serve on the device, and the configured one, so that its refusal is shown.
+
+    On a CPU these are the methods that attend pages in place; others copy pages from RAM to RAM there, for tests.
+    """
+    if device.type != "cpu":
+        return [name for name in method_names() if name == configured or not resolve_method(name).attends_in_place]
+    return [name for name in method_names() if all_methods or name == configured or resolve_method(name).suits_cpu]
 
 
 def serve_flags(row: Row, plan: Plan) -> list[str]:
@@ -210,6 +217,9 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
     refused = candidate.refusal() if isinstance(candidate, MethodMemory) else None
     if refused is not None:
         return Row(candidate.name, refused=refused)
+    exact = (
+        resolve_method(candidate.name).exact_tokens(request.config) if candidate.name in method_names() else math.inf
+    )
     batch = -(-request.batch // devices)
     memory = candidate.memory(request.context, batch)
     why_not = memory.missing(room)
@@ -242,6 +252,7 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
         otherwise=_otherwise(candidate, memory, request.context, batch)
         if batches.get("device", batch) < batch
         else None,
+        exact_tokens=None if math.isinf(exact) else int(exact),
     )
 
 
@@ -275,5 +286,12 @@ def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime |
     cpu_rows = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
     if cpu_rows and request.shape.full_layers < request.shape.layers:
         return None  # Requests of apex on the CPU are simulated for models with full attention only.
-    shape, config = request.shape, request.config
-    return decode_step(hardware, shape, config, candidate.name, request.context, batch, cpu_rows=min(batch, cpu_rows))
+    shape, config, cpu_rows = request.shape, request.config, min(batch, cpu_rows)
+    device_rows, gpus = batch - cpu_rows, hardware.gpus
+    if cpu_rows and device_rows and hardware.device == "gpu":
+        # apex starts no request that would slow down those on the device (`HybridRuntime.room`).
+        times, rows = LayerTimes.of(hardware, shape), -(-device_rows // gpus)
+        hidden = hidden_tokens(times, shape.layers, rows, rows * request.context, may_overlap=True)
+        cpu_rows = min(cpu_rows, gpus * int(hidden // request.context))
+    rows = device_rows + cpu_rows
+    return decode_step(hardware, shape, config, candidate.name, request.context, rows, cpu_rows=cpu_rows)

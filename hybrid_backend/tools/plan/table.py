@@ -119,6 +119,14 @@ def _gib(size: float) -> str:
     return _number(size / 2**30) if size < 1e4 * 2**30 else f"{size / 2**30 / 1e3:,.3g}k"
 
 
+def _exactness(plan: Plan, row: Row, exact_tokens: int) -> str:
+    """Tell up to which context the method attends everything. A server turns spare device memory into more frames."""
+    if plan.context <= exact_tokens:
+        return f"{row.name}: exact, as no sequence is longer than {exact_tokens:,} tokens"
+    limit = f"{'at least ' if plan.device_limit else ''}{exact_tokens:,} tokens of context"
+    return f"{row.name}: exact up to {limit}; beyond that decoding leaves pages out"
+
+
 def _notes(plan: Plan) -> list[str]:
     notes = [f"{row.name}: {row.refused}" for row in plan.rows if row.refused]
     short: dict[str, list[str]] = {}
@@ -128,6 +136,8 @@ def _notes(plan: Plan) -> list[str]:
     times = "" if plan.batch == 1 else f" {plan.batch:,} times"
     notes += [f"{', '.join(names)}: does not fit{times}: {why}" for why, names in short.items()]
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
+    if (chosen := answer(plan)) is not None and chosen.exact_tokens:
+        notes.append(_exactness(plan, chosen, chosen.exact_tokens))
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:
         notes.append(

@@ -70,9 +70,10 @@ def profile(
     if config.quality.max_kl != "none":
         options = replace(options, max_kl=config.quality.max_kl, outliers=False)
     if network is None or encode is None:
-        from hybrid_backend.tools.hub import resolve_model
+        from hybrid_backend.tools.hub import check_hub, resolve_model
 
         directory = resolve_model(model)
+        check_hub(directory)
         network = network or load(directory, options.device)
         encode = encode or _tokenizer(directory)
     longest = max(options.contexts)

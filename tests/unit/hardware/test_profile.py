@@ -80,14 +80,16 @@ def test_a_named_machine_has_a_source_for_every_number(name: str) -> None:
         value = getattr(machine, field)
         if isinstance(value, Number | Curve):
             assert len(value.source) > 10, field
-    assert machine.cpu_attention_achieved < machine.host_read_achieved < machine.hbm_achieved
+    assert machine.cpu_attention_achieved < machine.host_read_achieved <= machine.hbm_achieved
     assert machine.link_achieved(2**24) < machine.hbm_achieved
 
 
 def test_the_named_machines_are_those_that_were_promised() -> None:
     """Memory and peak bandwidth as on the data sheets, in GiB and GB/s."""
     sheet = {"t4": (15, 320), "a10": (22, 600), "a40": (45, 696), "l40s": (45, 864), "rtx4090": (24, 1008),
-             "a100-40": (40, 1555), "a100-80": (80, 1935), "h100": (80, 3350), "h200": (140, 4800)}  # fmt: skip
+             "a100-40": (40, 1555), "a100-80": (80, 1935), "h100": (80, 3350), "h200": (140, 4800),
+             "ryzen-7950x": (64, 83.2), "epyc-7313": (256, 204.8), "xeon-6426y": (256, 307.2),
+             "xeon-8480": (256, 307.2)}  # fmt: skip
     found = {
         name: (
             round(find_hardware(name).device_memory_bytes.value / 2**30),
@@ -99,7 +101,15 @@ def test_the_named_machines_are_those_that_were_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("H100", "h100"), ("A100", "a100-80"), ("RTX 4090", "rtx4090"), ("4090", "rtx4090")]
+    ("text", "name"),
+    [
+        ("H100", "h100"),
+        ("A100", "a100-80"),
+        ("RTX 4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("EPYC 7313", "epyc-7313"),
+        ("Xeon 8480+", "xeon-8480"),
+    ],
 )
 def test_machines_are_found_as_people_write_them(text: str, name: str) -> None:
     assert find_hardware(text).name == name
@@ -183,3 +193,21 @@ def test_more_cores_continue_the_curves_and_a_flat_one_stays_flat() -> None:
     two = a100.replace(cores=2, host_read_bytes_per_s=measured)
     assert two.with_cores(4).host_read_achieved == 80e9
     assert "continued to 4" in two.with_cores(4).host_read_bytes_per_s.source
+
+
+@pytest.mark.parametrize("name", machine_names("cpu"))
+def test_the_cores_of_a_cpu_server_are_its_device(name: str) -> None:
+    """With fewer of them weights are read and products are made more slowly; more do not exceed the memory channels."""
+    whole = find_hardware(name)
+    few, many = whole.with_cores(2), whole.with_cores(256)
+    assert few.hbm_achieved == pytest.approx(2 * 12e9) == few.host_read_achieved
+    assert few.flops_achieved == pytest.approx(whole.flops_achieved * 2 / whole.cores)
+    assert few.device_attention_bytes_per_s is not None and whole.device_attention_bytes_per_s is not None
+    assert few.device_attention_bytes_per_s.at(1) == pytest.approx(few.cpu_attention_achieved)
+    assert whole.device_attention_bytes_per_s.at(1) == pytest.approx(whole.cpu_attention_achieved)
+    assert many.hbm_achieved == pytest.approx(many.host_read_achieved) and many.hbm_efficiency.value <= 0.81
+    assert "2 of " in few.hbm_efficiency.source
+
+
+def test_the_cores_of_a_gpus_host_leave_the_gpu_as_it_is() -> None:
+    assert find_hardware("h100").with_cores(4).hbm_achieved == find_hardware("h100").hbm_achieved

@@ -6,12 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybrid_backend.batch import RequestRoom
+from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
+from hybrid_backend.methods.apex.method import _machine
 from hybrid_backend.methods.apex.rule import bound, cpu_hides, hidden_tokens, judge
 
 seconds = st.floats(1e-5, 1e-1)
@@ -184,3 +187,11 @@ def test_a_request_that_fits_nowhere_waits_for_the_running_ones_and_so_do_those_
     assert room.startable([60], [30, 60, 5]) == 1
     assert room.startable([], [500, 5]) == 2, "one that is larger than both, and one that fits the device"
     assert room.startable([500], [100, 1]) == 1
+
+
+def test_a_cpu_servers_rates_are_refused_for_a_gpu() -> None:
+    with pytest.raises(
+        ConfigError, match=r"apex.hardware: epyc-7313 is a CPU server, .*; write auto, or one of t4, a10"
+    ):
+        _machine("epyc-7313", torch.device("cuda"))
+    assert _machine("epyc-7313", torch.device("cpu")).device == "cpu"

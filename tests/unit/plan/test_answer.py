@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from bench.model_configs import SHAPES
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning
+from hybrid_backend.tools.plan.answer import answer, bound, faster, headline, meaning
 from hybrid_backend.tools.plan.model import find_shape
 from hybrid_backend.tools.plan.report import Plan, Request, make_plan
 from tests.unit.plan.test_report import run
@@ -27,10 +28,10 @@ def plan(machine: str | None = "a100-80", **changes: Any) -> Plan:
     """32 sequences of 64k of Qwen3-14B."""
     hardware = find_hardware(machine) if machine else None
     asked = {
-        "shape": QWEN3_14B, "context": 65536, "batch": 32, "gpu_mem": None, "ram": None,
+        "shape": QWEN3_14B, "config": CONFIG, "context": 65536, "batch": 32, "gpu_mem": None, "ram": None,
         "methods": ("infinigen", "scout"), **changes,
     }  # fmt: skip
-    return make_plan(Request(config=CONFIG, hardware=hardware, **asked))
+    return make_plan(Request(hardware=hardware, **asked))
 
 
 def told(found: Plan) -> str:
@@ -100,20 +101,58 @@ def test_the_largest_batches_are_compared_whatever_batch_is_planned(batch: int) 
         assert headline(found) == "scout holds 45 sequences of 65,536 tokens at once, stock 4: 11 times as many."
 
 
+QWEN3_8B = find_shape("qwen3-8b")
+STOCK = "ake the stock engine for this batch"
+
+
 def test_a_batch_at_which_stock_is_as_fast_is_stocks() -> None:
     """One sequence of 1k: nothing is won where everything fits the device."""
-    short = plan("rtx4090", context=1024, batch=1, shape=find_shape("qwen3-8b"))
-    assert meant(short).endswith("So take stock for this batch: it is exact.")
-    assert "take stock" not in meant(plan())
+    short = plan("rtx4090", context=1024, batch=1, shape=QWEN3_8B)
+    assert meant(short).endswith(f"T{STOCK}: it is exact.")
+    assert STOCK not in meant(plan())
+
+
+def test_a_gain_within_the_simulations_error_is_a_draw_and_stocks() -> None:
+    """One sequence of 32k on 24 GB: 1.1 times as fast is simulated, and the simulator errs by more."""
+    draw = plan("rtx4090", context=32768, batch=1, shape=QWEN3_8B)
+    sentence = f"A gain below 1.3 is within the simulation's error: t{STOCK}, which is exact."
+    assert meant(draw).endswith(f"1.1 times as fast. {sentence}")
+    on_cpu = plan("epyc-7313", context=2500, batch=1, shape=QWEN3_8B, methods=("quest",))
+    assert STOCK in meant(on_cpu)
+    assert STOCK not in meant(plan("epyc-7313", context=32768, batch=4, shape=QWEN3_8B, methods=("quest",)))
+
+
+def test_another_method_is_called_faster_only_beyond_the_simulations_error() -> None:
+    planned = plan()
+    scout = planned.row("scout")
+    for factor, is_named in ((1.29, False), (1.31, True)):
+        assert scout.tokens_per_s is not None
+        row = replace(planned.row("infinigen"), tokens_per_s=factor * scout.tokens_per_s)
+        changed = replace(planned, rows=(planned.row("stock"), row, scout))
+        assert (faster(changed, scout) is row) == is_named == ("Faster: infinigen" in meant(changed))
+
+
+def test_no_method_that_is_not_ready_for_the_device_is_called_faster() -> None:
+    """hgca and apex are for comparison on a GPU; all but quest and dense are on a CPU."""
+    for machine, names in (("a100-80", ("hgca", "apex")), ("xeon-8480", ("scout", "hgca", "apex", "infinigen", "clo"))):
+        configured = "scout" if machine == "a100-80" else "quest"
+        planned = plan(machine, methods=(configured, *names), ram=2048 * GIB)
+        row = planned.row(configured)
+        fast = [replace(planned.row(name), best_tokens_per_s=1e6, tokens_per_s=1e6, fits=True) for name in names]
+        assert faster(replace(planned, rows=(planned.row("stock"), row, *fast)), row) is None
 
 
 def test_without_a_machine_the_first_lines_say_how_to_get_speeds_and_there_are_no_columns_of_them(
     tmp_path: Path,
 ) -> None:
     found = plan(None, gpu_mem=80 * GIB, ram=512 * GIB)
-    assert meant(found).startswith("To see speeds: run hybrid profile --hardware") and "--machine h100" in meant(found)
-    on_cpu = plan(None, gpu_mem=0, ram=512 * GIB)
-    assert meant(on_cpu) == f"Without a GPU both keep the KV cache in RAM: what can be won is speed. {meant(found)}"
+    assert meant(found).startswith("To see speeds: run hybrid profile --hardware")
+    assert meant(found).endswith("of a similar GPU, as --machine a100-80.")
+    assert meant(plan(None, gpu_mem=48 * GIB, ram=512 * GIB)).endswith("as --machine a40.")
+    on_cpu = plan(None, gpu_mem=0, ram=512 * GIB, methods=("quest",))
+    assert meant(on_cpu).startswith("Without a GPU both keep the KV cache in RAM: what can be won is speed. To see")
+    hint = re.search(r"of a similar CPU, as --machine (\S+)\.$", meant(on_cpu))
+    assert hint is not None and find_hardware(hint[1]).device == "cpu"
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SHAPES["qwen3-14b"]))
     lines = run("--gpu-mem", "0", "--ram", "64", model=str(file), columns=80).stdout.splitlines()

@@ -53,9 +53,20 @@ def test_every_method_has_a_row_beside_stock(planned: Plan) -> None:
     assert all(row.refused is None for row in planned.rows)
     configured = make_plan(request(config=CONFIG.model_copy(update={"method": "quest"}))).row("quest")
     assert configured.refused is not None and "not on a GPU; write method: scout" in configured.refused
-    on_cpu = make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB))
-    assert [row.name for row in on_cpu.rows] == ["stock", *method_names()] and on_cpu.configured == "quest"
-    assert all(row.refused is None for row in on_cpu.rows)
+
+
+def test_a_cpu_has_rows_of_the_methods_that_serve_there_unless_all_are_asked_for() -> None:
+    """The others copy pages within RAM there, which serves tests."""
+    on_cpu = request(hardware=None, gpu_mem=0, ram=256 * GIB)
+    planned = make_plan(on_cpu)
+    assert [row.name for row in planned.rows] == ["stock", "dense", "quest"] and planned.configured == "quest"
+    everything = make_plan(replace(on_cpu, all_methods=True))
+    assert [row.name for row in everything.rows] == ["stock", *method_names()]
+    assert all(row.refused is None for row in everything.rows)
+    asked = make_plan(replace(on_cpu, methods=("clo",)))
+    assert [row.name for row in asked.rows] == ["stock", "clo"]
+    configured = make_plan(replace(on_cpu, config=CONFIG.model_copy(update={"method": "hgca"})))
+    assert [row.name for row in configured.rows] == ["stock", "dense", "hgca", "quest"]
 
 
 def test_a_shape_without_native_kernels_is_refused_for_quest_and_planned_with_scout() -> None:
@@ -176,6 +187,19 @@ def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
     assert flags[flags.index("--max-num-seqs") + 1] == "16"
 
 
+def test_the_plan_says_which_contexts_are_exact(model_dir: Path) -> None:
+    rows = make_plan(request(methods=("scout", "dense"))).rows
+    assert [row.exact_tokens for row in rows] == [None, CONFIG.automatic_frames * 32, None]
+    assert make_plan(request(hardware=None, gpu_mem=0, ram=256 * GIB)).row("quest").exact_tokens == 2048
+    told = " ".join(run("--machine", "epyc-7313", "--context", "8k").output.split())
+    assert "- quest: exact up to 2,048 tokens of context; beyond that decoding leaves pages out" in told
+    on_gpu = " ".join(run("--machine", "a10", "--context", "8k").output.split())
+    assert "- scout: exact up to at least 2," in on_gpu
+    short = " ".join(run("--machine", "epyc-7313", "--context", "1k").output.split())
+    assert "- quest: exact, as no sequence is longer than 2,048 tokens" in short
+    assert "exact" not in run("--machine", "epyc-7313", "--set", "sparse=never").output.partition("\n- ")[2]
+
+
 # --- the command ---
 
 
@@ -201,8 +225,47 @@ def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
     usual, few, eight = (json.loads(run(*asked, *more).output) for more in ((), ("--cores", "2"), ("--gpus", "8")))
     assert few["rows"][1]["step_ms"] > usual["rows"][1]["step_ms"] and few["machine"] == "h100, 2 cores"
     assert eight["devices"] == 8 and eight["rows"][1]["max_batch"] > usual["rows"][1]["max_batch"]
-    refused = CliRunner().invoke(app, ["plan", "smollm2-135m-instruct", "--gpu-mem=0", "--ram=9GiB", "--cores=4"])
-    assert refused.exit_code == 1 and refused.stderr.startswith("error: --cores, --gpus: of which machine? give --mach")
+    on_cpu = json.loads(run("--machine", "EPYC 7313", "--cores", "4", "--json").output)
+    assert on_cpu["machine"] == "epyc-7313, 4 cores" and on_cpu["device_limit"] == 0
+
+
+CPU_NAMES = "one of ryzen-7950x, epyc-7313, xeon-6426y, xeon-8480, or the JSON file of 'hybrid profile --hardware'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--gpu-mem 0 --machine h100 --cores 16 --ram 64GiB",
+            "--gpu-mem 0: --machine h100 has a GPU, whose rates are not those of its CPU; name a CPU server: "
+            f"{CPU_NAMES}",
+        ),
+        (
+            "--machine epyc-7313 --gpu-mem 24",
+            "--gpu-mem: --machine epyc-7313 is a CPU server, which has no GPU memory; leave --gpu-mem out, or name a "
+            "machine with a GPU: one of t4, a10,",
+        ),
+        ("--machine epyc-7313 --gpus 2", "--gpus 2: a CPU server without a GPU is planned; leave --gpus out, or name"),
+        (
+            "--gpu-mem 0 --ram 9GiB --cores 4",
+            "--cores: counts are for speeds, and the rates of this machine are not known; add --machine with "
+            f"{CPU_NAMES}, or leave --cores out to plan memory alone",
+        ),
+        ("--gpu-mem 24 --ram 9GiB --gpus 2", "--gpus: counts are for speeds, and the rates of this machine are not"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_with_the_fix(arguments: str, message: str) -> None:
+    refused = CliRunner().invoke(app, ["plan", "smollm2-135m-instruct", *arguments.split()])
+    assert refused.exit_code == 1 and refused.stdout == "" and refused.stderr.startswith(f"error: {message}")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_where_the_hint_of_a_plan_leads_is_a_plan_with_speeds(model_dir: Path) -> None:
+    for words in (("--gpu-mem", "0", "--ram", "64GiB"), ("--gpu-mem", "24GiB", "--ram", "64GiB")):
+        hint = re.search(r"as --machine ([\w-]+)\.", " ".join(run(*words).output.split()))
+        assert hint is not None
+        followed = run(*words, "--machine", hint[1])
+        assert followed.exit_code == 0 and "tokens/s" in followed.output and "To see speeds" not in followed.output
 
 
 def test_the_command_prints_json(model_dir: Path) -> None:
