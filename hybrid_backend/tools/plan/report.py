@@ -12,6 +12,7 @@ import torch
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Hardware
+from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.memory_plan.blocks import Blocks
 from hybrid_backend.memory_plan.device import DevicePlan
 from hybrid_backend.memory_plan.footprint import (
@@ -26,6 +27,7 @@ from hybrid_backend.memory_plan.footprint import (
     largest,
 )
 from hybrid_backend.methods import method_names, resolve_method, with_method
+from hybrid_backend.methods.apex.rule import hidden_tokens
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step, simulated_methods
 
@@ -278,12 +280,21 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     )
 
 
+def _requests_on_cpu(candidate: Candidate, context: int, batch: int) -> int:
+    """Count the requests that the CPU attends while the device holds as many as its memory has room for."""
+    if isinstance(candidate, MethodMemory) and not candidate.room.on_host:
+        pool = candidate.memory(context, batch).pages * candidate.blocks.block_bytes
+        card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
+        candidate = replace(candidate, config=card.filled(candidate.config, batch))
+    return candidate.cpu_requests(context, batch)
+
+
 def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime | None:
     """Simulate a step; None if the machine's rates are unknown or the simulator does not know the method."""
     hardware = request.hardware
     if hardware is None or candidate.name not in simulated_methods():
         return None
-    cpu_rows = hardware.gpus * candidate.cpu_requests(request.context, -(-batch // hardware.gpus))
+    cpu_rows = hardware.gpus * _requests_on_cpu(candidate, request.context, -(-batch // hardware.gpus))
     if cpu_rows and request.shape.full_layers < request.shape.layers:
         return None  # Requests of apex on the CPU are simulated for models with full attention only.
     shape, config, cpu_rows = request.shape, request.config, min(batch, cpu_rows)

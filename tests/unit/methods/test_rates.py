@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hybrid_backend.attention.partial import PageList
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import DeadlineError
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.kernels import cpu
+from hybrid_backend.methods.apex import rates
 from hybrid_backend.methods.apex.rates import ROWS, cpu_rate, device_rate, measured_rates
 from tests.support.harness import PAGE, Engine, config
 
@@ -27,18 +28,13 @@ def engine(pages: int = PAGES) -> Engine:
     return Engine(config(**KEYS, apex=apex), MODEL, num_pages=pages)
 
 
-def test_the_rate_of_the_cpu_is_that_of_a_job_of_its_workers() -> None:
+def test_a_rate_is_the_bytes_that_are_read_by_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every attention takes a second: all pages of a layer of 64 MiB are read."""
     runtime = engine().runtime
-    layer = runtime.tiers.host.layers[0]
-    rate = cpu_rate(MODEL, layer, runtime.workers, deadline=20)
-    ids = torch.randperm(PAGES).view(ROWS, 1, -1)
-    q = torch.zeros(ROWS, 8, 64)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        runtime.workers.submit(q, layer, PageList(ids, torch.full_like(ids, PAGE)), 0.125, "a job").wait(20)
-        seconds.append(time.perf_counter() - start)
-    assert rate == pytest.approx(layer.nbytes / min(seconds), rel=0.7)
+    layer, frames = runtime.tiers.host.layers[0], runtime.tiers.frames.layers[0]
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    assert cpu_rate(MODEL, layer, runtime.workers, deadline=20) == layer.nbytes
+    assert device_rate(MODEL, frames, runtime.tiers.operations) == frames.nbytes
 
 
 def test_measured_rates_replace_those_of_the_named_machine_and_nothing_else() -> None:
