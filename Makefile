@@ -352,7 +352,7 @@ bench-selection: test-install ## What choosing pages costs, by the length of the
 bench-selection-quality: test-install model ## What ways to choose pages are worth, on the demo model
 	$(PY) -m bench.selection_quality --texts 6 --seed 1
 
-compile-triton: test-install ## Every Triton kernel compiled for a Hopper GPU: registers, shared memory, spills
+compile-triton: test-install ## Every Triton kernel compiled for six kinds of GPU: registers, shared memory, spills (half an hour)
 	$(PY) -m bench.triton_compile
 
 bench-gpu: test-install ## On a GPU: the kernels against the copy rates and FlashInfer's, then decode throughput against the stock backends

@@ -1,6 +1,6 @@
-"""Compile every Triton kernel for a Hopper GPU (sm_90), at every shape that configurations ask for, without a GPU.
+"""Compile every Triton kernel at every shape that configurations ask for, without a GPU.
 
-    python -m bench.triton_compile [--arch 90] [--json FILE]
+    python -m bench.triton_compile [--arch 80 86 89 90 100 120] [--largest] [--json FILE]
 
 Launches go to a driver that only says what it would run on; each is compiled to PTX and on to machine code, which tells
 its registers, shared memory and spills; from these follow the programs that a multiprocessor holds at once, and for the
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +47,31 @@ SHAPES = [
     (4, 2, 256, 32),
     (2, 16, 128, 16),
 ]
+
+
+class Processor(NamedTuple):
+    """Limits of a multiprocessor (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+
+    warps: int
+    programs: int
+    shared: int
+    """Bytes of shared memory for all programs, each of which takes 1 KiB more for itself."""
+
+    @property
+    def most_shared(self) -> int:
+        """Bytes of shared memory that one program may have."""
+        return self.shared - 1024
+
+
+PROCESSORS = {
+    80: Processor(64, 32, 164 << 10),  # A100
+    86: Processor(48, 16, 100 << 10),  # A10, A40, RTX 30
+    89: Processor(48, 24, 100 << 10),  # L4, L40S, RTX 40
+    90: Processor(64, 32, 228 << 10),  # H100, H200
+    100: Processor(64, 32, 228 << 10),  # B200
+    120: Processor(48, 24, 100 << 10),  # RTX 50, RTX PRO
+}
+"""Multiprocessors by compute capability."""
 COLUMNS = (512, 32768)  # pages of a row: scores in one tile and in many
 
 
@@ -69,8 +94,13 @@ class _NoGpu:
         return torch.device("cpu")
 
 
-def compile_all(arch: int) -> list[dict[str, Any]]:
-    """Return an entry per compiled variant of a kernel: name, shape, registers, shared and local bytes, seconds."""
+def compile_all(arch: int, only_largest: bool = False) -> list[dict[str, Any]]:
+    """Return an entry per compiled variant of a kernel: name, shape, registers, shared and local bytes, seconds.
+
+    Args:
+        arch: compute capability, as 90 for 9.0.
+        only_largest: compile only what takes the most shared memory: attention and digests of heads of 256 channels.
+    """
     triton.runtime.driver.set_active(_NoGpu(arch))
     found: list[dict[str, Any]] = []
     shape: tuple[Any, ...] = ()
@@ -82,7 +112,8 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
         if not any(entry["hash"] == kernel.hash for entry in found):
             report = {"kernel": self.fn.__name__.strip("_"), "shape": str(shape), "hash": kernel.hash}
             resources = _resources(kernel)
-            programs = resident_programs(resources["registers"], resources["shared"], int(kernel.metadata.num_warps))
+            warps = int(kernel.metadata.num_warps)
+            programs = resident_programs(PROCESSORS[arch], resources["registers"], resources["shared"], warps)
             each = _bytes_under_way(report["kernel"], resources["shared"], args)
             more = {"programs": programs, "under_way": programs * each}
             found.append({**report, **resources, **more, "seconds": round(time.perf_counter() - began, 2)})
@@ -90,6 +121,11 @@ def compile_all(arch: int) -> list[dict[str, Any]]:
 
     JITFunction.run = compile_only
     try:
+        if only_largest:
+            for page in (16, 32, 64):
+                shape = (4, 2, 256, page, "bfloat16")
+                launch_largest(4, 2, 256, page)
+            return found
         for dtype, sizes in ((torch.bfloat16, SHAPES), (torch.float16, SHAPES[:1]), (torch.float32, SHAPES[:1])):
             for size in sizes:
                 shape = (*size, str(dtype).removeprefix("torch."))
@@ -116,6 +152,18 @@ def _slices() -> Iterator[None]:
         yield
     finally:
         torch.zeros = make  # type: ignore[assignment]
+
+
+def launch_largest(kv_heads: int, group: int, dim: int, page: int) -> None:
+    """Call the functions of the kernels that hold whole pages in shared memory, in bf16."""
+    rows = 4
+    host = torch.empty(8, kv_heads, 2, page, dim, dtype=torch.bfloat16)
+    coded = torch.empty(8, kv_heads, 4 * dim, dtype=torch.uint8)
+    q = torch.empty(rows, kv_heads * group, dim, dtype=torch.bfloat16)
+    line, table = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, COLUMNS[0], dtype=torch.int32)
+    kernels.paged_partial(q, host, table[:, None, :64], line[:, None], dim**-0.5, 32)
+    kernels.build_digests(host, coded, line, line)
+    kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
 
 
 def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtype, columns: Sequence[int]) -> None:
@@ -267,15 +315,18 @@ def _resources(kernel: Any) -> dict[str, int]:
     }
 
 
-def resident_programs(registers: int, shared: int, warps: int) -> int:
-    """Return the programs that a multiprocessor of an H100 or H200 holds at once.
+def resident_programs(processor: Processor, registers: int, shared: int, warps: int) -> int:
+    """Return the programs that a multiprocessor holds at once; 0 if not even one fits.
 
-    ``registers`` are those of a thread, ``shared`` the bytes of a program. The limits (CUDA C++ Programming Guide,
-    technical specifications for compute capability 9.0) are 64 warps, 32 programs, 65,536 registers given to warps 256
-    at a time, and 228 KiB of shared memory, of which each program takes 1 KiB for itself.
+    Args:
+        processor: limits of the multiprocessor, which has 65,536 registers, given to warps 256 at a time.
+        registers: registers of a thread.
+        shared: bytes of shared memory of a program.
+        warps: warps of a program.
     """
     of_a_warp = -(-max(registers, 1) * 32 // 256) * 256
-    return min(32, 64 // warps, 65536 // (of_a_warp * warps), (228 << 10) // (shared + 1024))
+    by_registers, by_shared = 65536 // (of_a_warp * warps), processor.shared // (shared + 1024)
+    return min(processor.programs, processor.warps // warps, by_registers, by_shared)
 
 
 def _bytes_under_way(kernel: str, shared: int, args: tuple[Any, ...]) -> int:
@@ -293,13 +344,21 @@ def _bytes_under_way(kernel: str, shared: int, args: tuple[Any, ...]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--arch", type=int, nargs="+", choices=PROCESSORS, default=list(PROCESSORS))
+    parser.add_argument("--largest", action="store_true", help="only what takes the most shared memory: seconds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = compile_all(arguments.arch)
+    found = {arch: compile_all(arch, arguments.largest) for arch in arguments.arch}
+    for arch, entries in found.items():
+        _print(arch, entries)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+def _print(arch: int, found: list[dict[str, Any]]) -> None:
     columns = ("registers", "shared", "local", "programs", "under_way")
     heads = ("registers", "shared bytes", "local bytes", "programs per SM", "bytes under way per SM")
-    table = Table("kernel", "variants", *heads, title=f"sm_{arguments.arch}")
+    table = Table("kernel", "variants", *heads, title=f"sm_{arch}")
     for name in sorted({entry["kernel"] for entry in found}):
         mine = [entry for entry in found if entry["kernel"] == name]
         table.add_row(
@@ -307,8 +366,6 @@ def main() -> None:
                                     for x in columns)
         )  # fmt: skip
     Console(width=110).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

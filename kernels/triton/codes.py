@@ -82,14 +82,35 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         tl.store(to, packed.to(tl.uint8), mask=(t < PAGE)[:, None] & (plane < PLANES)[None, :])
 
 
+@triton.jit
+def _levels(planes, t, d, PAGE: tl.constexpr, PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr,
+            INNER: tl.constexpr, OUTER: tl.constexpr, COARSE: tl.constexpr):  # fmt: skip
+    """Return the coded values ``[tokens t, rotated channels d]`` of a page, fp32; 0 outside."""
+    is_fine = (d < FINE)[None, :]
+    code = tl.where(d < FINE, d // 2, FINE // 2 + (d - FINE) // 4)
+    shift = (4 * (code % 2) + tl.where(d < FINE, 2 * (d % 2), (d - FINE) % 4))[None, :]
+    coded = (t < PAGE)[:, None] & (d < CODED)[None, :]
+    token = t // 16 * 16 * PLANES + t % 16
+    byte = tl.load(planes + token[:, None] + 16 * (code // 2)[None, :], mask=coded, other=0)
+    bits = byte.to(tl.int32) >> shift
+    outer = (bits & 3 == 0) | (bits & 3 == 3)
+    positive = tl.where(is_fine, bits & 2, bits & 1) > 0
+    level = tl.where(is_fine, tl.where(outer, OUTER, INNER), COARSE)
+    return tl.where(coded, tl.where(positive, level, -level), 0.0)
+
+
 @kernel("q", "turned", "digests")
 def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
                     stride, tiles,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr, INNER: tl.constexpr,
                     OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr, TILE: tl.constexpr,
-                    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Score pages like `scores._score_kernel`, by codes; ``turned`` has the rotated queries in fp32."""
+                    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+                    CHUNK: tl.constexpr):  # fmt: skip
+    """Score pages like `scores._score_kernel`, by codes; ``turned`` has the rotated queries in fp32.
+
+    Codes are multiplied in chunks of ``CHUNK`` channels, since a product's operands lie in registers and shared memory.
+    """
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pages = tl.load(num_pages + row)
     heads = KV_HEADS * GROUP
@@ -98,12 +119,11 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
         inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + query_head[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        rotated = tl.load(turned + query_head[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+        c = tl.arange(0, CHUNK)
+        rotated = turned + query_head[:, None] * DIM
+        if BLOCK_D == CHUNK:
+            whole = tl.load(rotated + c[None, :], mask=(g < GROUP)[:, None] & (c < DIM)[None, :], other=0.0)
         spread = 0.5 * distortion * scale * scale * tl.sum(query * query, 1)
-        is_fine = (d < FINE)[None, :]
-        code = tl.where(d < FINE, d // 2, FINE // 2 + (d - FINE) // 4)
-        shift = (4 * (code % 2) + tl.where(d < FINE, 2 * (d % 2), (d - FINE) % 4))[None, :]
-        token = t // 16 * 16 * PLANES + t % 16
         estimates = tl.full([BLOCK_G, TILE], float("-inf"), tl.float32)
         for i in range(0, tl.minimum(TILE, pages - tile * TILE)):
             page = tl.load(table + row * stride + tile * TILE + i).to(tl.int64)
@@ -112,15 +132,18 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
             middle = (tl.load(row_start + d, mask=d < DIM, other=128).to(tl.float32) - 128) * tl.load(numbers)
             base = scale * tl.sum(query * middle[None, :], 1)
             scales = tl.load(row_start + DIM + HEADER + t, mask=t < PAGE, other=0).to(tl.float32) * tl.load(numbers + 2)
-            coded = (t < PAGE)[:, None] & (d < CODED)[None, :]
             planes = row_start + DIM + HEADER + PAGE
-            byte = tl.load(planes + token[:, None] + 16 * (code // 2)[None, :], mask=coded, other=0)
-            bits = byte.to(tl.int32) >> shift
-            outer = (bits & 3 == 0) | (bits & 3 == 3)
-            positive = tl.where(is_fine, bits & 2, bits & 1) > 0
-            level = tl.where(is_fine, tl.where(outer, OUTER, INNER), COARSE)
-            level = tl.where(coded, tl.where(positive, level, -level), 0.0)
-            product = tl.dot(rotated, tl.trans(level), input_precision="tf32x3")
+            if BLOCK_D == CHUNK:
+                levels = _levels(planes, t, c, PAGE, PLANES, FINE, CODED, INNER, OUTER, COARSE)
+                product = tl.dot(whole, tl.trans(levels), input_precision="tf32x3")
+            else:
+                product = tl.zeros([BLOCK_G, BLOCK_P], tl.float32)
+                for start in range(0, BLOCK_D, CHUNK):  # Each page loads the rotated query again.
+                    channel = start + c
+                    is_there = (g < GROUP)[:, None] & (channel < DIM)[None, :]
+                    part = tl.load(rotated + channel[None, :], mask=is_there, other=0.0)
+                    levels = _levels(planes, t, channel, PAGE, PLANES, FINE, CODED, INNER, OUTER, COARSE)
+                    product = tl.dot(part, tl.trans(levels), product, input_precision="tf32x3")
             logit = base[:, None] + scale * scales[None, :] * product + spread[:, None] * (scales * scales)[None, :]
             logit = tl.where((t < PAGE)[None, :], logit, float("-inf"))
             top = tl.max(logit, 1)
@@ -174,5 +197,5 @@ def estimate(
         table.stride(0), tiles,
         kv_heads, heads // kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.INNER, codes.OUTER,
         codes.COARSE, codes.HEADER, tile, group_block(heads // kv_heads), triton.next_power_of_2(page_size),
-        triton.next_power_of_2(dim),
+        triton.next_power_of_2(dim), triton.next_power_of_2(dim) if dim <= 128 else 64,
     )  # fmt: skip

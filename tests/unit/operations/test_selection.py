@@ -32,7 +32,7 @@ from tests.unit.operations.cases import (
     dtype=DTYPES,
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 4, 7]),
-    shape=st.sampled_from([(16, 64), (32, 64), (16, 80), (48, 128), (16, 16)]),
+    shape=st.sampled_from([(16, 64), (32, 64), (16, 80), (48, 128), (16, 16), (16, 192), (32, 256)]),
     columns=st.sampled_from([1, 5, 70]),
     aggregate=st.sampled_from(AGGREGATES),
     per_head=st.booleans(),
