@@ -130,7 +130,9 @@ def _nodes() -> list[tuple[list[Any], list[Any]]]:
         with tempfile.TemporaryDirectory() as folder:
             ours = rank_nodes(ranks, env, cpus, machine(Path(folder), 40, TWO))
             os.environ.update(env)
-            parallel = SimpleNamespace(local_world_size=ranks, data_parallel_rank_local=0, _api_process_count=1)
+            parallel = SimpleNamespace(
+                local_world_size=ranks, data_parallel_rank_local=0, _api_process_count=1, assigned_physical_gpu_ids=None
+            )
             with _Files(Path(folder), cpus):
                 manager = OMPProcessManager(SimpleNamespace(parallel_config=parallel, kv_transfer_config=None))
             lists = [[] if manager.skip_setup else own for own in manager.cpu_lists or [[]] * ranks]
