@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,3 +89,10 @@ def end_with_error(scheduler: Scheduler, request_ids: Iterable[str]) -> None:
     """
     ended = scheduler.grammar_compile_error_reqs
     ended.update(request_ids if isinstance(ended, set) else dict.fromkeys(request_ids))
+
+
+def binds_engines_apart() -> bool:
+    """Tell whether a CPU's engines of data parallelism have NUMA nodes of their own, as they do since vLLM 0.33."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    return "assigned_node_ids" in signature(get_visible_memory_node).parameters

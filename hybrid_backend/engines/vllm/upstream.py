@@ -103,8 +103,8 @@ SYMBOLS: Table = {
     },
     "workers": {
         "vllm.v1.worker.worker_base:WorkerBase": (
-            "compile_or_warm_up_model device execute_model init_device load_model model_runner rank sample_tokens shutdown "
-            "vllm_config"
+            "compile_or_warm_up_model device execute_model init_device load_model model_runner rank sample_tokens "
+            "shutdown vllm_config"
         ),
         "vllm.v1.worker.cpu_worker:CPUWorker": "initialize_from_config",
         "vllm.v1.worker.gpu_worker:Worker": (
