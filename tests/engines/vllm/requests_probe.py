@@ -20,7 +20,6 @@ from tests.engines.vllm.families import build
 from tests.engines.vllm.family_probe import PAGE, engine, prompts_of
 
 # isort: split
-from prometheus_client import REGISTRY
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.engines.vllm import BACKEND
+from hybrid_backend.engines.vllm import worker as worker_module
 from hybrid_backend.engines.vllm.cpu_worker import HybridCPUWorker
 from hybrid_backend.errors import EngineError
 
@@ -101,20 +101,26 @@ def warm_up(model: Path) -> dict[str, Any]:
     stock, counted, published = CPUWorker.compile_or_warm_up_model, [], []
     with engine(model, SPARSE) as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
-        runtime = worker.session.runtime
 
         def serve() -> None:
             llm.generate(asked, sampling, use_tqdm=False)
-            counted.append(sum(layer.context_tokens for layer in runtime.stats.layers))
-            published.append(REGISTRY.get_sample_value("hybrid_context_tokens_total", {"rank": "0", "layer": "1"}) or 0)
+            counted.append(sum(layer.context_tokens for layer in worker.session.runtime.stats.layers))
 
-        def with_requests(self: CPUWorker) -> Any:
+        def warm_up_with_requests(self: CPUWorker) -> Any:
             serve()
             return stock(self)
 
-        with patch.object(CPUWorker, "compile_or_warm_up_model", with_requests):
+        def publish() -> None:
+            worker.publisher.publish(force=True)
+            labels = {"rank": "0", "layer": "1"}
+            registry = vars(worker_module)["REGISTRY"]  # the engine's own, as `engine` makes one for each engine
+            published.append(registry.get_sample_value("hybrid_context_tokens_total", labels) or 0)
+
+        with patch.object(CPUWorker, "compile_or_warm_up_model", warm_up_with_requests):
             worker.compile_or_warm_up_model()
+        publish()
         serve()
+        publish()
     return {"counted": counted, "published": published}
 
 
