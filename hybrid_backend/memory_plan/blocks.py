@@ -1,9 +1,9 @@
 """KV blocks of a model: how vLLM groups layers, and how many blocks a sequence or a pool takes.
 
-The rules are vLLM 0.32's (v1/core/kv_cache_utils.py, ``get_kv_cache_groups``; v1/kv_cache_interface.py,
-``SlidingWindowSpec.max_admission_blocks_per_request``). A block is one page in each layer of a group. A model whose
-layers are all alike is one group. Otherwise layers of one kind (full attention, or one sliding window) form groups of
-equally many layers, and each group takes blocks of its own.
+The rules are vLLM's (``get_kv_cache_groups`` in v1/core/kv_cache_utils.py, since 0.33 in kv_cache_planning.py;
+``SlidingWindowSpec.max_admission_blocks_per_request`` in v1/kv_cache_interface.py). A block is one page in each layer
+of a group. A model whose layers are all alike is one group. Otherwise layers of one kind (full attention, or one
+sliding window) form groups of equally many layers, and each group takes blocks of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NUMA nodes that the memory of vLLM's ranks comes from on a CPU, as vLLM 0.32 picks them."""
+"""NUMA nodes that the memory of vLLM's ranks comes from on a CPU, as vLLM picks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ KVCACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def rank_nodes(
-    ranks: int, env: Mapping[str, str], cpus: Collection[int], system: System, engines: int = 1
+    ranks: int,
+    env: Mapping[str, str],
+    cpus: Collection[int],
+    system: System,
+    engines: int = 1,
+    engines_apart: bool = False,
 ) -> list[int | None]:
     """Return the NUMA node of each rank's first CPU (vllm/v1/worker/cpu_worker.py).
 
@@ -22,7 +27,9 @@ def rank_nodes(
         env: environment of the process that will serve.
         cpus: CPUs that the process may run on.
         system: the machine.
-        engines: engines of data parallelism. By default vLLM binds the ranks of all engines to the same nodes.
+        engines: engines of data parallelism.
+        engines_apart: vLLM binds the ranks of each engine to nodes of their own, as 0.33 does unless told otherwise.
+            Earlier versions bind the ranks of all engines to the same nodes.
 
     Returns:
         a node for each rank; None if the kernel tells of no nodes.
@@ -39,9 +46,8 @@ def rank_nodes(
         ordered, share = sorted(allowed_cpus, key=lambda cpu: node_of.get(cpu, 0)), max(1, len(allowed_cpus) // ranks)
         rank_cpus = [sorted(ordered[rank * share : (rank + 1) * share]) for rank in range(ranks)]
     elif binding == "auto":
-        rank_cpus = [
-            [cpu for cpu in allowed_cpus if node_of.get(cpu) == node] for node in visible[: ranks // engines]
-        ] * engines
+        bound_nodes = visible[:ranks] if engines_apart else visible[: ranks // engines] * engines
+        rank_cpus = [[cpu for cpu in allowed_cpus if node_of.get(cpu) == node] for node in bound_nodes]
     else:
         lists = [] if binding == "nobind" else binding.split("|")[:ranks]
         rank_cpus = [[cpu for cpu in numbers(text) if cpu in allowed_cpus] for text in lists]

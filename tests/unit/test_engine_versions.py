@@ -38,7 +38,7 @@ def test_a_newer_version_that_has_all_is_warned_of_once(monkeypatch: pytest.Monk
     config: Any = SimpleNamespace(additional_config={"hybrid": {}})
     for _ in range(3):
         compat.check_engine(config)
-    assert warnings == ["vLLM 0.99.0 is newer than what was tested (0.31 to 0.32)"]
+    assert warnings == ["vLLM 0.99.0 is newer than what was tested (0.31 to 0.33)"]
     assert config.additional_config["hybrid"] == {}
 
 

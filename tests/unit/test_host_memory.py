@@ -178,6 +178,12 @@ def test_a_rank_s_node_is_that_of_its_first_cpu(
     assert rank_nodes(ranks, env, cpus, machine(tmp_path, 40, TWO)) == expected
 
 
+def test_engines_of_data_parallelism_share_their_nodes_or_have_nodes_of_their_own(tmp_path: Path) -> None:
+    system = machine(tmp_path, 40, TWO)
+    assert rank_nodes(2, {}, range(8), system, engines=2) == [0, 0]
+    assert rank_nodes(2, {}, range(8), system, engines=2, engines_apart=True) == [0, 1]
+
+
 def test_a_machine_that_tells_of_no_nodes_has_none(tmp_path: Path) -> None:
     system = machine(tmp_path, 40)
     assert rank_nodes(2, {}, range(4), system) == [None, None]

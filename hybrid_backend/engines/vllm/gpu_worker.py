@@ -35,7 +35,8 @@ from hybrid_backend.warm_up import warm_up
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.worker.worker_base import CompilationTimes
+
+    from hybrid_backend.runtime import HybridRuntime
 
 _ALLOCATING_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 """Modules of the V1 and the V2 model runner that call `allocate_kv_cache` by a name of their own."""
@@ -58,18 +59,9 @@ class HybridGPUWorker(HybridWorker, Worker):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return on_device(super().get_kv_cache_spec(), self.vllm_config)
 
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        if self.session is None:
-            return super().compile_or_warm_up_model()
-        self.is_warming_up = True
-        try:
-            # Must precede vLLM's own warm-up, after which vLLM warns of each compilation.
-            warm_up(self.session.runtime, NULL_PAGE)
-            times = super().compile_or_warm_up_model()
-            self.session.runtime.forget_counts()
-            return times
-        finally:
-            self.is_warming_up = False
+    def warm_up_kernels(self, runtime: HybridRuntime) -> None:
+        """Compile and launch our Triton kernels. After its own warm-up vLLM warns of each compilation."""
+        warm_up(runtime, NULL_PAGE)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self.is_warming_up:

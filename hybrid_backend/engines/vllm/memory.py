@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_backend.config import HybridConfig, format_size
+from hybrid_backend.engines.vllm.compat import binds_engines_apart
 from hybrid_backend.engines.vllm.settings import add_option
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import Room, System, room
@@ -59,7 +60,7 @@ def room_of(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, system:
     weights, uncached = weights_to_load(
         str(model.model), model.hf_config.to_dict(), str(model.dtype).removeprefix("torch."), model.revision
     )
-    nodes = rank_nodes(ranks, os.environ, os.sched_getaffinity(0), system, engines)
+    nodes = rank_nodes(ranks, os.environ, os.sched_getaffinity(0), system, engines, binds_engines_apart())
     return room(system, nodes, -(-weights // parallel.tensor_parallel_size), uncached)
 
 

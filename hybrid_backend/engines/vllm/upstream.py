@@ -103,12 +103,12 @@ SYMBOLS: Table = {
     },
     "workers": {
         "vllm.v1.worker.worker_base:WorkerBase": (
-            "device execute_model init_device load_model model_runner rank sample_tokens shutdown vllm_config"
+            "compile_or_warm_up_model device execute_model init_device load_model model_runner rank sample_tokens "
+            "shutdown vllm_config"
         ),
         "vllm.v1.worker.cpu_worker:CPUWorker": "initialize_from_config",
         "vllm.v1.worker.gpu_worker:Worker": (
-            "_maybe_get_memory_pool_context compile_or_warm_up_model execute_dummy_batch get_kv_cache_spec "
-            "initialize_from_config"
+            "_maybe_get_memory_pool_context execute_dummy_batch get_kv_cache_spec initialize_from_config"
         ),
         "vllm.v1.worker.gpu_worker": '`self._maybe_get_memory_pool_context(tag="kv_cache")`',
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner": "_zero_block_ids",

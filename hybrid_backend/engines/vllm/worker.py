@@ -21,7 +21,10 @@ from hybrid_backend.observe.metrics import Publisher
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.worker_base import CompilationTimes
     from vllm.v1.worker.worker_base import WorkerBase as _Worker
+
+    from hybrid_backend.runtime import HybridRuntime
 else:
     _Worker = object
 
@@ -69,6 +72,22 @@ class HybridWorker(_Worker):
     def on_host(self, view: Tensor) -> Tensor:
         """Return the host's tensor over the memory of a layer's KV cache."""
         return view
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up without a trace in the counters: vLLM serves requests of its own for it, and on a GPU we do."""
+        if self.session is None:
+            return super().compile_or_warm_up_model()
+        self.is_warming_up = True
+        try:
+            self.warm_up_kernels(self.session.runtime)
+            times = super().compile_or_warm_up_model()
+            self.session.runtime.forget_counts()
+            return times
+        finally:
+            self.is_warming_up = False
+
+    def warm_up_kernels(self, runtime: HybridRuntime) -> None:
+        """Launch our own kernels before vLLM's warm-up. A CPU's kernels need none."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         session, publisher = self.session, self.publisher

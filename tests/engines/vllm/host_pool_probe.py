@@ -22,6 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import BACKEND
+from hybrid_backend.engines.vllm.compat import binds_engines_apart
 from hybrid_backend.engines.vllm.memory import room_of, size_host_pool
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import RESERVE, System
@@ -118,7 +119,7 @@ def _granted(vllm_config: Any, root: Path, size: int) -> bool:
 
 def _nodes() -> list[tuple[list[Any], list[Any]]]:
     """Ours and vLLM's, for two nodes of four CPUs."""
-    compared = []
+    compared = [_second_engine()]
     for ranks, env, cpus in (
         (1, {}, range(8)),
         (2, {}, range(8)),
@@ -130,7 +131,9 @@ def _nodes() -> list[tuple[list[Any], list[Any]]]:
         with tempfile.TemporaryDirectory() as folder:
             ours = rank_nodes(ranks, env, cpus, machine(Path(folder), 40, TWO))
             os.environ.update(env)
-            parallel = SimpleNamespace(local_world_size=ranks, data_parallel_rank_local=0, _api_process_count=1)
+            parallel = SimpleNamespace(
+                local_world_size=ranks, data_parallel_rank_local=0, _api_process_count=1, assigned_physical_gpu_ids=None
+            )
             with _Files(Path(folder), cpus):
                 manager = OMPProcessManager(SimpleNamespace(parallel_config=parallel, kv_transfer_config=None))
             lists = [[] if manager.skip_setup else own for own in manager.cpu_lists or [[]] * ranks]
@@ -138,6 +141,18 @@ def _nodes() -> list[tuple[list[Any], list[Any]]]:
             for name in env:
                 del os.environ[name]
     return compared
+
+
+def _second_engine() -> tuple[list[Any], list[Any]]:
+    """The node of the second of two engines of data parallelism, to which vLLM assigns device 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours = rank_nodes(2, {}, range(8), machine(Path(folder), 40, TWO), 2, binds_engines_apart())
+        parallel = SimpleNamespace(
+            local_world_size=1, data_parallel_rank_local=1, _api_process_count=1, assigned_physical_gpu_ids=[1]
+        )
+        with _Files(Path(folder)):
+            manager = OMPProcessManager(SimpleNamespace(parallel_config=parallel, kv_transfer_config=None))
+    return ours[1:], [min(own) // 4 for own in manager.cpu_lists]
 
 
 class _Files:

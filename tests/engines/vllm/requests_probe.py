@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # a session's pieces share an id
 
@@ -23,8 +24,10 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_backend.engines.vllm import BACKEND
+from hybrid_backend.engines.vllm import worker as worker_module
 from hybrid_backend.engines.vllm.cpu_worker import HybridCPUWorker
 from hybrid_backend.errors import EngineError
 
@@ -91,7 +94,42 @@ def derived(model: Path) -> dict[str, Any]:
     return {"refused": "", "has_device": True}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"chunks": chunks, "sessions": sessions, "derived": derived}
+def warm_up(model: Path) -> dict[str, Any]:
+    """Requests that vLLM's CPU worker serves while it warms up, as it does since 0.33 with the V2 runner."""
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(LENGTHS)]
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    stock, counted, published = CPUWorker.compile_or_warm_up_model, [], []
+    with engine(model, SPARSE) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+
+        def serve() -> None:
+            llm.generate(asked, sampling, use_tqdm=False)
+            counted.append(sum(layer.context_tokens for layer in worker.session.runtime.stats.layers))
+
+        def warm_up_with_requests(self: CPUWorker) -> Any:
+            serve()
+            return stock(self)
+
+        def publish() -> None:
+            worker.publisher.publish(force=True)
+            labels = {"rank": "0", "layer": "1"}
+            registry = vars(worker_module)["REGISTRY"]  # the engine's own, as `engine` makes one for each engine
+            published.append(registry.get_sample_value("hybrid_context_tokens_total", labels) or 0)
+
+        with patch.object(CPUWorker, "compile_or_warm_up_model", warm_up_with_requests):
+            worker.compile_or_warm_up_model()
+        publish()
+        serve()
+        publish()
+    return {"counted": counted, "published": published}
+
+
+CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "chunks": chunks,
+    "sessions": sessions,
+    "derived": derived,
+    "warm_up": warm_up,
+}
 
 
 def main(folder: Path) -> None:

@@ -43,7 +43,7 @@ def test_the_automatic_pool_is_not_smaller_than_it_must_be(told: dict[str, Any])
 def test_our_reading_of_a_node_is_vllm_s(told: dict[str, Any]) -> None:
     case = told["cases"]["small node"]
     assert case["node"] == case["vllm"]
-    assert all(ours == theirs for ours, theirs in told["nodes"]) and len(told["nodes"]) == 6, told["nodes"]
+    assert all(ours == theirs for ours, theirs in told["nodes"]) and len(told["nodes"]) == 7, told["nodes"]
 
 
 @pytest.mark.parametrize(

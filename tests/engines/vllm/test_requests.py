@@ -1,5 +1,5 @@
-"""Seeded requests in chunks, budgets of streaming sessions, and a worker that refuses: a tiny model in a process of its
-own (requests_probe.py)."""
+"""Seeded requests in chunks, budgets of streaming sessions, a worker that refuses, and requests of a warm-up: a tiny
+model in a process of its own (requests_probe.py)."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def test_a_worker_refuses_a_connector_that_vllm_derived_after_the_platforms_chec
     assert found["refused"].startswith("the hybrid backend does not support KV connectors that write pages behind")
     assert "OffloadingConnector" in found["refused"] and "\n" not in found["refused"]
     assert not found["has_device"], "something was made before the refusal"
+
+
+def test_requests_of_the_engines_own_warm_up_show_in_no_counter(seen: Probe) -> None:
+    counted, published = seen("warm_up")["counted"], seen("warm_up")["published"]
+    assert counted[0] == counted[1] > 0, "the second time is the first of a user's requests"
+    assert published[0] == 0 < published[1]

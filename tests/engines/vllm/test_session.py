@@ -70,6 +70,9 @@ class _OnItsWay(AsyncModelRunnerOutput):
         self.asked = True
         return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
 
+    def get_kv_connector_output(self) -> None:
+        """Abstract since vLLM 0.33."""
+
 
 LATE = StepFailure(DeadlineError("late"), ["a"], [7])
 

