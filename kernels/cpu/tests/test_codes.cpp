@@ -87,7 +87,7 @@ struct Codes {
 // By every kernel that this CPU runs, not only the best one.
 void test_codes() {
   Rng rng(5);
-  for (const int dim : {16, 48, 64, 80, 96, 128, 256})
+  for (const int dim : {16, 48, 64, 80, 96, 128, 256, 512})
     for (const int page_size : {16, 32, 128})
       for (const int group : {1, 2, 3, 4, 7, 16})
         for (int kind = 0; kind < Codes::KINDS; kind++) {
