@@ -122,9 +122,9 @@ class StockMemory:
 
     def memory(self, context: int, batch: int) -> Memory:
         """Return what ``batch`` sequences of ``context`` tokens take."""
-        pages = self.blocks.pool(context, batch, self.room.in_flight)
+        pages = self.blocks.pool_pages(context, batch, self.room.in_flight)
         place: Place = "host" if self.room.on_host else "device"
-        kv = Item("KV cache", place, pages * self.blocks.block_bytes, "exact")
+        kv = Item("KV cache", place, pages * self.blocks.page_bytes, "exact")
         return Memory(pages, (*engine_items(self.shape, self.room, batch), kv))
 
     def cpu_requests(self, context: int, batch: int) -> int:
@@ -196,7 +196,9 @@ class MethodMemory:
             return 0
         page_size = self.config.page_size
         return sum(
-            layers * self.shape.page_bytes(page_size) * window_blocks(window, page_size, batch, self.room.in_flight)
+            layers
+            * self.shape.page_bytes(page_size, window)
+            * window_blocks(window, page_size, batch, self.room.in_flight)
             for window, layers in Counter(self.shape.attention_windows).items()
             if window is not None
         )
@@ -204,7 +206,7 @@ class MethodMemory:
     def memory(self, context: int, batch: int) -> Memory:
         """Return what ``batch`` sequences of ``context`` tokens take."""
         blocks = self.blocks if self.room.on_host else self.blocks.offloaded
-        pages = blocks.pool(context, batch, self.room.in_flight)
+        pages = blocks.pool_pages(context, batch, self.room.in_flight)
         model, method = spec_of(self.shape, context), resolve_method(self.config.method)
         tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
         own = method.own_memory(self.config, model, self.device, pages, batch)
@@ -213,7 +215,7 @@ class MethodMemory:
         own_tier: Place = "host" if self.room.on_host else "device"
         items = (
             *engine_items(self.shape, self.room, batch),
-            Item("host pool", "host", pages * self.blocks.block_bytes, "exact"),
+            Item("host pool", "host", pages * self.blocks.page_bytes, "exact"),
             Item("sliding windows", "device", self.windows(batch), "exact"),
             Item("digests", tier, tiers.digests, "exact"),
             Item("frames", tier, tiers.frames, "exact"),

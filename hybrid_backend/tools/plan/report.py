@@ -160,7 +160,7 @@ def make_plan(request: Request) -> Plan:
         context=request.context,
         batch=request.batch,
         page_size=request.config.page_size,
-        block_bytes=blocks.block_bytes,
+        block_bytes=blocks.page_bytes,
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
         rows=rows,
@@ -255,7 +255,7 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     """Describe how the engine divides a device that is too small for a host pool of this size."""
     if not isinstance(candidate, MethodMemory):
         return None
-    pool = memory.pages * candidate.blocks.block_bytes
+    pool = memory.pages * candidate.blocks.page_bytes
     card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
     config, _ = card.with_whole_layers(candidate.config, batch)
     layers = config.whole_layers
