@@ -137,15 +137,15 @@ def kv_heads_of(data: Data, windows: Sequence[int | None], heads: int) -> tuple[
         raise ModelError("num_kv_shared_layers: layers that share another layer's KV cache cannot be planned")
     head_dim = count_of(data, "head_dim", count_of(data, "hidden_size") // heads)
     common = KvHeads(count_of(data, "num_key_value_heads", heads), head_dim)
-    found: dict[bool, set[KvHeads]] = {True: set(), False: set()}
+    of_kind: dict[bool, set[KvHeads]] = {True: set(), False: set()}
     for layer, window in enumerate(windows):
         if window != 0:
-            found[window is None].add(_layer_kv_heads(data, layer, window is None, common))
-    unlike = next((kinds for kinds in found.values() if len(kinds) > 1), None)
+            of_kind[window is None].add(_layer_kv_heads(data, layer, window is None, common))
+    unlike = next((kinds for kinds in of_kind.values() if len(kinds) > 1), None)
     if unlike is not None:
         raise ModelError(f"per_layer_config: layers of one kind with different KV heads, {sorted(unlike)}")
-    full = next(iter(found[True]), common)
-    return full, next(iter(found[False]), full)
+    full = next(iter(of_kind[True]), common)
+    return full, next(iter(of_kind[False]), full)
 
 
 def _layer_kv_heads(data: Data, layer: int, is_full: bool, common: KvHeads) -> KvHeads:
