@@ -68,8 +68,8 @@ struct Codes {
       uint8_t* own = &tables[g * stride];
       factor[g] = kernels.tables(&x[g * dim], layout.fine, layout.coded, own, &offset[g]);
       const double said = factor[g] * kernels.steps(own, token(1, 3), layout.planes) + offset[g];
-      EXPECT(std::fabs(said - sum(g, 1, 3)) < bound * std::sqrt((float)dim), "%s, head_dim %d, page size %d: %g, not %g",
-             name, dim, layout.page_size, said, sum(g, 1, 3));
+      EXPECT(std::fabs(said - sum(g, 1, 3)) < bound * std::sqrt((float)dim),
+             "%s, head_dim %d, page size %d: %g, not %g", name, dim, layout.page_size, said, sum(g, 1, 3));
     }
     const CodeQuery query{group,         layout.page_size / 16, layout.planes,   tables.data(),
                           factor.data(), offset.data(),         variance.data(), stride};
