@@ -206,6 +206,11 @@ REFUSED: dict[str, Row] = {
         options=OVERLAP,
         model="some-sliding",
     ),
+    "rows that wait, and layers that attend chunks": Row(
+        vllm=("", "apex.strategy: overlap", "chunked local attention", "write auto or lockstep"),
+        options=OVERLAP,
+        model="llama4",
+    ),
     "rows that wait, and another scheduler": Row(
         vllm=("--scheduler-cls vllm.v1.core.sched.scheduler.Scheduler", "leave out --scheduler-cls"), options=OVERLAP
     ),

@@ -170,7 +170,7 @@ def wrap(model: Any) -> Network:
     """Return a loaded causal language model as a `Network`.
 
     Raises:
-        ModelError: the model has layers other than attention, or no full attention.
+        ModelError: the model has layers other than full and sliding-window attention of one shape, or no full attention.
     """
     config = model.config.get_text_config()
     decoder = model.get_decoder()
@@ -187,16 +187,27 @@ def wrap(model: Any) -> Network:
                 f"model type {config.model_type!r} cannot be profiled: layer {index}, {type(module).__name__}, "
                 "is not one of attention alone"
             )
+        if kind == "chunked_attention":
+            raise ModelError(
+                f"model type {config.model_type!r} cannot be profiled: layer {index} attends chunks of the sequence "
+                "(attention_chunk_size); serve it with the default configuration"
+            )
         layers.append(Layer(index, module, window if kind == "sliding_attention" else None))
     if all(layer.window is not None for layer in layers):
         raise ModelError("all layers of this model attend a sliding window: there is nothing to offload")
+    sizes = sorted({int(layer.attention.head_dim) for layer in layers})
+    if len(sizes) > 1:
+        raise ModelError(
+            f"model type {config.model_type!r} cannot be profiled: its layers have heads of {sizes[0]} and {sizes[1]} "
+            "channels; serve it with the default configuration"
+        )
     return Network(
         model=model,
         decoder=decoder,
         layers=tuple(layers),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=int(layers[0].attention.head_dim),
+        head_dim=sizes[0],
         max_context=int(config.max_position_embeddings),
     )
 
