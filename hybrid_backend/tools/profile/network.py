@@ -170,9 +170,15 @@ def wrap(model: Any) -> Network:
     """Return a loaded causal language model as a `Network`.
 
     Raises:
-        ModelError: the model has layers other than full and sliding-window attention of one shape, or no full attention.
+        ModelError: layers are of another kind than full and sliding-window attention, or differ in shape, or none is
+            full.
     """
     config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ModelError(
+            f"model type {config.model_type!r} cannot be profiled: it has layers that attend chunks of the sequence "
+            "(attention_chunk_size); serve it with the default configuration"
+        )
     decoder = model.get_decoder()
     modules = list(decoder.layers)
     window = getattr(config, "sliding_window", None)
@@ -186,11 +192,6 @@ def wrap(model: Any) -> Network:
             raise ModelError(
                 f"model type {config.model_type!r} cannot be profiled: layer {index}, {type(module).__name__}, "
                 "is not one of attention alone"
-            )
-        if kind == "chunked_attention":
-            raise ModelError(
-                f"model type {config.model_type!r} cannot be profiled: layer {index} attends chunks of the sequence "
-                "(attention_chunk_size); serve it with the default configuration"
             )
         layers.append(Layer(index, module, window if kind == "sliding_attention" else None))
     if all(layer.window is not None for layer in layers):

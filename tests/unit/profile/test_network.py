@@ -81,7 +81,7 @@ def test_a_model_with_layers_of_another_kind_is_refused_by_name() -> None:
         ("Gemma4TextConfig", {"sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "global_head_dim": 32,
           "layer_types": ["sliding_attention", "full_attention"]}, "heads of 16 and 32 channels; serve it with"),
         ("Llama4TextConfig", {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "intermediate_size_mlp": 80,
-          "num_local_experts": 2, "pad_token_id": 0}, "layer 0 attends chunks of the sequence .*; serve it with"),
+          "num_local_experts": 2, "pad_token_id": 0}, "layers that attend chunks of the sequence .*; serve it with"),
     ],
     ids=["gemma4", "llama4"],
 )  # fmt: skip
