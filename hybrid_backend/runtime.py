@@ -251,6 +251,11 @@ class HybridRuntime:
             self._fail(step, error)
 
     @property
+    def pages(self) -> int:
+        """Number of pages of each layer with full attention in the host pool."""
+        return len(self.tiers.host.layers[self._full_layers[0]])
+
+    @property
     def stats(self) -> Stats:
         """Counters since start. On a GPU the counters may lack the last step, because reading them does not wait."""
         self.executor.count()
@@ -271,7 +276,7 @@ class HybridRuntime:
         return {
             "hybrid_resident_requests": tiers.frames.running if tiers.frames.size else 0,
             "hybrid_frames_in_use": executor.resident_pages,
-            "hybrid_host_pool_pages": tiers.host.pages,
+            "hybrid_host_pool_pages": self.pages,
             "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
