@@ -24,7 +24,7 @@ EXACT = [name for name in FAMILIES if name not in QUANTISED]
 # Others' layers are not called as vLLM calls its own.
 PREDICTED = [name for name in FAMILIES if name != "glm"]
 NOT_RELOADED = [
-    *("gemma3", "gemma4", "gpt2", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss"),
+    *("gemma3", "gemma4", "gemma4_wide", "llama4", "gpt2", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss"),
     *("lfm2", "nemotron_h", "granite4", "qwen3_next"),
 ]
 """Families that vLLM's `reload_weights` leaves with other answers than a start with the new weights, the stock backend
