@@ -153,6 +153,12 @@ class MethodMemory:
 
     def refusal(self) -> str | None:
         """Say why the configuration cannot serve this model with this method; None if it can."""
+        if not self.room.on_host and (self.shape.window_heads is not None or self.shape.has_chunks):
+            kind = "attention in chunks" if self.shape.has_chunks else "windows of another shape than full attention"
+            return (
+                f"{self.shape.name}: {kind}, which is not supported on a GPU: plan for a CPU (--gpu-mem 0), or use the "
+                "engine's own backend"
+            )
         try:
             layers = len(self.shape.attention_windows)
             self.config.validate_for(layers)
