@@ -48,7 +48,7 @@ def attention_shapes(vllm_config: VllmConfig, local: bool) -> list[AttentionShap
     If the model's files name no kinds of layers, all layers count as layers with full attention.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    # vLLM 0.31 has no shapes of single layers.
+    # None, or not there in older versions of vLLM, if all layers have the shape of the model.
     overrides = getattr(model.model_arch_config, "per_layer_overrides", None)
     if overrides is None:
         heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
