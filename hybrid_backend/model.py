@@ -192,7 +192,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     dtype = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-    for kv_heads in (full.count, local.count):
+    for kv_heads in (full.heads, local.heads):
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
     tied = bool(data.get("tie_word_embeddings", False))
@@ -202,7 +202,7 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
         name=name,
         layers=layers,
         heads=heads,
-        kv_heads=full.count,
+        kv_heads=full.heads,
         head_dim=full.head_dim,
         hidden=hidden,
         intermediate=intermediate_of(data, experts),

@@ -121,9 +121,9 @@ def _is_llama4(data: Data) -> bool:
 
 
 class KvHeads(NamedTuple):
-    """KV heads of one kind of layers."""
+    """Number and size of the KV heads of one kind of layers."""
 
-    count: int
+    heads: int
     head_dim: int
 
 
@@ -155,12 +155,12 @@ def _layer_kv_heads(data: Data, layer: int, is_full: bool, common: KvHeads) -> K
         own = per_layer.get(str(layer), per_layer.get(layer))
         if not isinstance(own, Mapping):
             return common
-        return KvHeads(count_of(own, "num_key_value_heads", common.count), count_of(own, "head_dim", common.head_dim))
+        return KvHeads(count_of(own, "num_key_value_heads", common.heads), count_of(own, "head_dim", common.head_dim))
     if not (is_full and str(data.get("model_type")).startswith("gemma4")):
         return common
     # Transformers heeds the KV heads only of a model whose full layers have no values of their own.
     count = _first(data, "num_global_key_value_heads") if data.get("attention_k_eq_v") else 0
-    return KvHeads(count or common.count, count_of(data, "global_head_dim", common.head_dim))
+    return KvHeads(count or common.heads, count_of(data, "global_head_dim", common.head_dim))
 
 
 def intermediate_of(data: Data, experts: Experts | None) -> int:
