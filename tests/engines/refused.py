@@ -223,8 +223,8 @@ REFUSED: dict[str, Row] = {
     "a model whose layers all slide": Row(vllm=("", "64 tokens", OWN_BACKEND), model="all-sliding"),
     "a model whose attention is in chunks": Row(sglang=("", "layers of other kinds", SGLANG_S_OWN), model="llama4"),
     "pages that do not divide a model's chunks": Row(
-        vllm=("", "page_size: 48", "attention_chunk_size, 64", "set page_size: 32"),
-        options="--set=page_size=48",
+        vllm=("", "page_size: 128", "attention_chunk_size, 64", "set page_size: 32"),
+        options="--set=page_size=128",
         model="llama4",
     ),
     "a model whose layers share another's KV": Row(
