@@ -12,13 +12,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from bench.support_features import FEATURES, PLAIN, Feature
 from hybrid_backend import __version__
 from hybrid_backend.config import DEFAULT_FILE, HybridConfig, config_from_mapping, find_config, load_config
 from hybrid_backend.engines.refusal import Refusal, refuse
@@ -57,162 +57,6 @@ _LEGEND = (
     ("-", "the engine has no such feature"),
 )
 
-_SGLANG_FLAGS = (
-    "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
-    "enable_hisparse", "enable_two_batch_overlap", "enable_pdmux", "enable_unified_memory",
-    "enable_page_major_kv_layout", "enable_memory_saver", "prefill_only_disable_kv_cache", "enable_lora", "lora_paths",
-)  # fmt: skip
-_SGLANG_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size")
-# Settings of a start with the engines' defaults, by the engines' names.
-_PLAIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "vllm": {
-            "device_config.device_type": "cpu",
-            "model_config.use_mla": False,
-            "model_config.is_attention_free": False,
-            "model_config.is_encoder_decoder": False,
-            "model_config.runner_type": "generate",
-            "model_config.hf_text_config.layer_types": None,
-            "model_config.get_sliding_window": lambda: None,
-            "model_config.is_hybrid": False,
-            "model_config.dtype": "bfloat16",
-            "parallel_config.tensor_parallel_size": 1,
-            "parallel_config.distributed_executor_backend": "mp",
-            "parallel_config.data_parallel_backend": "mp",
-            "parallel_config.pipeline_parallel_size": 1,
-            "parallel_config.decode_context_parallel_size": 1,
-            "parallel_config.use_ubatching": False,
-            "scheduler_config.scheduler_cls": None,
-            "scheduler_config.disable_hybrid_kv_cache_manager": False,
-            "cache_config.cache_dtype": "auto",
-            "cache_config.prefix_match_unit": None,
-            "speculative_config": None,
-            "kv_transfer_config": None,
-            "lora_config": None,
-        },
-        "sglang": {
-            "arguments.device": "cpu",
-            "arguments.disaggregation_mode": "null",
-            "arguments.speculative_algorithm": None,
-            "arguments.kv_cache_dtype": "auto",
-            "arguments.dllm_algorithm": None,
-            "arguments.kv_canary": "none",
-            "arguments.model_impl": "auto",
-            **{f"arguments.{flag}": False for flag in _SGLANG_FLAGS},
-            **{f"arguments.{size}": 1 for size in _SGLANG_SIZES},
-            "model.attention_arch.name": "MHA",
-            "model.head_dim": 64,
-            "model.v_head_dim": 64,
-            "model.is_generation": True,
-            "model.is_encoder_decoder": False,
-            "model.is_hybrid_swa": False,
-            "model.sliding_window_size": None,
-            "model.hf_text_config.layer_types": None,
-        },
-    }
-)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A feature as settings of each engine (None if the engine has no such feature), with the tests that show it."""
-
-    name: str
-    vllm: Mapping[str, Any] | None
-    sglang: Mapping[str, Any] | None
-    vllm_test: str | None = None
-    sglang_test: str | None = None
-
-
-_TEXT = "model_config.hf_text_config"
-_SGLANG_TEXT = "model.hf_text_config"
-_EXACT, _FAMILIES = "tests/engines/test_exact.py", "tests/engines/vllm/test_families.py"
-_BEYOND_ONE, _RANKS = "tests/engines/vllm/test_disaggregated.py", "tests/engines/vllm/test_ranks.py"
-_SOME_SLIDE = ["sliding_attention", "full_attention"]
-_WINDOWS = {
-    f"{_TEXT}.sliding_window": 128,
-    f"{_TEXT}.layer_types": _SOME_SLIDE,
-    "model_config.get_sliding_window": lambda: 128,
-}
-_SGLANG_WINDOWS = {f"{_SGLANG_TEXT}.layer_types": _SOME_SLIDE, "model.is_hybrid_swa": True}
-
-
-def _layers(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    kinds = [kind, "full_attention"]
-    return {f"{_TEXT}.layer_types": kinds}, {f"{_SGLANG_TEXT}.layer_types": kinds}
-
-
-def _transfer(connector: str) -> dict[str, Any]:
-    asked = {"kv_connector": connector, "kv_role": "kv_consumer", "kv_connector_extra_config": {}}
-    return {"kv_transfer_config": SimpleNamespace(**asked, kv_connector_module_path=None)}
-
-
-FEATURES: tuple[Feature, ...] = (
-    Feature("prefix cache, radix cache", {}, {}, _EXACT, _EXACT),
-    Feature("chunked prefill", {}, {}, _EXACT, _EXACT),
-    Feature("preemption, retraction", {}, {}, _EXACT, "tests/engines/sglang/test_serving.py"),
-    Feature(
-        "prompt chunks and decoding rows in one batch", {}, {}, _EXACT, "tests/engines/sglang/test_mixed_chunks.py"
-    ),
-    Feature("streaming", {}, {}, "tests/engines/vllm/test_serving.py", "tests/engines/sglang/test_serving.py"),
-    Feature("torch.compile", {}, {}, "tests/engines/vllm/test_compiled.py"),
-    Feature("asynchronous scheduling, overlap scheduling", {}, {}, "tests/engines/vllm/test_scheduler.py", _EXACT),
-    Feature("tensor parallelism", {"parallel_config.tensor_parallel_size": 2}, {"arguments.tp_size": 2}, _RANKS),
-    Feature("pipeline parallelism", {"parallel_config.pipeline_parallel_size": 2}, {"arguments.pp_size": 2}),
-    Feature("data parallelism", {"parallel_config.data_parallel_size": 2}, {"arguments.dp_size": 2}, _BEYOND_ONE),
-    Feature("ranks and replicas over Ray", {"parallel_config.distributed_executor_backend": "ray"}, None),
-    Feature("context parallelism", {"parallel_config.decode_context_parallel_size": 2}, {"arguments.dcp_size": 2}),
-    Feature("micro-batching", {"parallel_config.use_ubatching": True}, {"arguments.enable_two_batch_overlap": True}),
-    Feature(
-        "speculative decoding",
-        {"speculative_config": SimpleNamespace(method="ngram")},
-        {"arguments.speculative_algorithm": "NGRAM"},
-    ),
-    Feature(
-        "prefill and decode on different servers",
-        _transfer("NixlConnector"),
-        {"arguments.disaggregation_mode": "decode"},
-        _BEYOND_ONE,
-    ),
-    Feature(
-        "LMCache and other KV connectors than ExampleConnector and NixlConnector",
-        _transfer("LMCacheConnectorV1"),
-        {"arguments.enable_lmcache": True},
-    ),
-    Feature("HiCache", None, {"arguments.enable_hierarchical_cache": True}),
-    Feature("LoRA", {"lora_config": SimpleNamespace()}, {"arguments.enable_lora": True}),
-    Feature(
-        "quantised weights (W8A8, W4A16)",
-        {"model_config.quantization": "compressed-tensors"},
-        {"arguments.quantization": "compressed-tensors"},
-        _FAMILIES,
-    ),
-    Feature("fp8 KV cache", {"cache_config.cache_dtype": "fp8"}, {"arguments.kv_cache_dtype": "fp8_e5m2"}),
-    Feature("mixture of experts", {}, {}, _FAMILIES, "tests/engines/sglang/test_families.py"),
-    Feature("prompts with images", {}, {}, _FAMILIES),
-    Feature("sliding windows beside full attention (Gemma 3)", _WINDOWS, _SGLANG_WINDOWS, _FAMILIES),
-    Feature("windows and attention sinks (gpt-oss)", _WINDOWS, _SGLANG_WINDOWS, _FAMILIES),
-    Feature(
-        "only sliding windows",
-        {f"{_TEXT}.sliding_window": 4096, "model_config.get_sliding_window": lambda: 4096},
-        {"model.sliding_window_size": 4096},
-    ),
-    Feature("short convolutions (LFM2)", *_layers("conv"), _FAMILIES),
-    Feature("gated delta nets (Qwen3-Next)", *_layers("linear_attention"), _FAMILIES),
-    Feature(
-        "chunked local attention (Llama 4)",
-        {f"{_TEXT}.attention_chunk_size": 8192},
-        {f"{_SGLANG_TEXT}.layer_types": ["chunked_attention", "full_attention"]},
-    ),
-    Feature("MLA (DeepSeek)", {"model_config.use_mla": True}, {"model.attention_arch.name": "MLA"}),
-    Feature(
-        "soft-capped logits (Gemma 2)",
-        {f"{_TEXT}.attn_logit_softcapping": 50.0},
-        {f"{_SGLANG_TEXT}.attn_logit_softcapping": 50.0},
-    ),
-    Feature("embedding and encoder models", {"model_config.runner_type": "pooling"}, {"model.is_generation": False}),
-)
-
 
 def page() -> str:
     """Return the text of the page."""
@@ -240,8 +84,8 @@ def _versions() -> list[str]:
     return [
         *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
         '"Tested": all tests have run. "Checked partly": some tests have run. Which tests, and what they gave:',
-        "[versions.md](versions.md), [cuda.md](../lab/cuda.md). vLLM 0.33.0 has no CPU build: its Python sources ran on the",
-        "compiled operators of 0.32.0.",
+        "[versions.md](versions.md), [cuda.md](../lab/cuda.md). vLLM 0.33.0 has no CPU build: its Python sources ran on",
+        "the compiled operators of 0.32.0.",
         "",
         *_table("## Releases", ("hybrid_backend", "vLLM", "SGLang", "Python"), [_release()]),
         "These versions start without a warning. Another version starts with one if it has all that the plugin uses.",
@@ -345,13 +189,13 @@ def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
     config = _config("scout" if column.endswith("CUDA") else "quest")  # what `method: auto` takes
     try:
         if column.startswith("SGLang"):
-            asked = _stand_in({**_PLAIN["sglang"], **settings})
+            asked = _stand_in({**PLAIN["sglang"], **settings})
             start = sglang.Start(asked.arguments, config)
             vars(start)["model"] = asked.model  # else SGLang would be asked
             refuse([*sglang.ARGUMENT_REFUSALS, *sglang.MODEL_REFUSALS], start)
         else:
             device = {"device_config.device_type": "cuda" if column.endswith("CUDA") else "cpu"}
-            served = vllm.Start(_stand_in({**_PLAIN["vllm"], **device, **settings}), config)
+            served = vllm.Start(_stand_in({**PLAIN["vllm"], **device, **settings}), config)
             transfer = settings.get("kv_transfer_config")  # of one that we do not know, vLLM would be asked
             vars(served)["has_silent_connector"] = transfer is not None and transfer.kv_connector not in CONNECTORS
             refuse(vllm.REFUSALS, served)

@@ -14,9 +14,20 @@ from hybrid_backend.errors import EngineError, WorkerError
 from hybrid_backend.kernels.kv_format import KvFormat
 
 
+class LayerShape(NamedTuple):
+    """Shape of an attention layer on one tensor-parallel rank; ``scale`` is the factor of the logits."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Shapes of the model on one tensor-parallel rank: head counts are those of the rank.
+
+    Head counts, ``head_dim`` and ``scale`` are those of the layers with full attention, which select pages.
 
     Attributes:
         windows: per layer the sliding window in tokens, None for full attention. Empty: all layers have full attention.
@@ -27,6 +38,7 @@ class ModelSpec:
         layer_weight_bytes: weights of one decoder layer on this rank. 0: unknown.
         sinks: per layer ``[num_heads]`` fp32 logits of the attention sinks, contiguous, on the device that attends;
             None for a layer without sinks. The engine may change the values between steps. Empty: no layer has sinks.
+        window_shape: shape of the layers with a sliding window. None: that of the layers with full attention.
     """
 
     num_layers: int
@@ -41,6 +53,16 @@ class ModelSpec:
     parks: bool = False
     layer_weight_bytes: int = 0
     sinks: tuple[Tensor | None, ...] = field(default=(), compare=False)  # `==` of tensors returns a tensor, not a bool
+    window_shape: LayerShape | None = None
+
+    @property
+    def full_shape(self) -> LayerShape:
+        """Shape of the layers with full attention."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
+
+    def shape(self, layer: int) -> LayerShape:
+        """Return the shape of a layer."""
+        return self.full_shape if self.window_shape is None or self.window(layer) is None else self.window_shape
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens; None for a layer with full attention."""

@@ -14,17 +14,24 @@ from typing import Any
 
 import torch
 
-from hybrid_backend.batch import ModelSpec
+from hybrid_backend.batch import LayerShape, ModelSpec
 from hybrid_backend.config.reading import is_folder, read_object, reading
 from hybrid_backend.config.rules import MOST, is_int, show
 from hybrid_backend.errors import ModelError
 from hybrid_backend.host_memory import uncached_bytes
 from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.model_layers import (
+    ASSUMED,
     Experts,
+    KvHeads,
     count_of,
     dense_mlps,
     experts_of,
+    gates_attention,
+    has_chunks,
+    intermediate_of,
+    is_quantised,
+    kv_heads_of,
     mixer_params,
     mlp_matrices,
     stands_alone,
@@ -49,14 +56,18 @@ class ModelShape:
         layers: number of decoder layers.
         tied: the output matrix is the embedding matrix.
         weight_bytes: bytes of all weights.
-        windows: per layer the sliding window in tokens, None for full attention, 0 for a layer without attention
-            (state-space, linear attention, convolution, or an MLP alone). The planner takes the time of a layer
-            without attention for that of an attention layer with an empty context.
+        kv_heads: KV heads of the layers with full attention.
+        head_dim: size of their heads.
+        windows: per layer the tokens of its sliding window or chunk, None for full attention, 0 for a layer without
+            attention (state-space, linear attention, convolution, or an MLP alone). The planner takes the time of a
+            layer without attention for that of an attention layer with an empty context.
         max_context: longest sequence in tokens. None: unknown.
         experts: mixture of experts. None: all MLPs are dense.
         state_bytes: recurrent state of one sequence, summed over all layers without attention.
         weights_are_counted: the weights are quantised and their files are missing, so ``weight_bytes`` is an upper
             estimate, for unquantised weights in ``dtype``.
+        window_heads: KV heads of the layers with windows. None: those of the layers with full attention.
+        has_chunks: windows are chunks of the sequence, of which a layer attends the last one (Llama 4).
     """
 
     name: str
@@ -75,6 +86,8 @@ class ModelShape:
     experts: Experts | None = None
     state_bytes: int = 0
     weights_are_counted: bool = False
+    window_heads: KvHeads | None = None
+    has_chunks: bool = False
 
     @property
     def dtype_bytes(self) -> int:
@@ -83,8 +96,20 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Number of weights of the Q, K, V and O projections of one layer."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        """Mean number of weights of the Q, K, V and O projections of a layer with attention."""
+        heads = [self.heads_of(window) for window in self.attention_windows or (None,)]
+        return self.output_params + self.hidden * sum(dim * (self.heads + 2 * n) for n, dim in heads) // len(heads)
+
+    @property
+    def output_params(self) -> int:
+        """Mean number of weights of the O projection of a layer with attention."""
+        sizes = [self.heads_of(window).head_dim for window in self.attention_windows or (None,)]
+        return self.hidden * self.heads * sum(sizes) // len(sizes)
+
+    def heads_of(self, window: int | None) -> KvHeads:
+        """Return the KV heads of a layer with this window; None: full attention."""
+        full = KvHeads(self.kv_heads, self.head_dim)
+        return full if window is None or self.window_heads is None else self.window_heads
 
     def mlp_params(self, rows: int = 1) -> float:
         """Return the mean number of MLP weights per layer that a batch of ``rows`` tokens reads.
@@ -127,13 +152,14 @@ class ModelShape:
         """``windows`` of the layers with K and V, full or sliding. The runtime numbers only these layers."""
         return tuple(window for window in self.windows if window != 0)
 
-    def kv_format(self, page_size: int) -> KvFormat:
-        """Return the format of pages of ``page_size`` tokens."""
-        return KvFormat(self.kv_heads, page_size, self.head_dim, DTYPES[self.dtype])
+    def kv_format(self, page_size: int, window: int | None = None) -> KvFormat:
+        """Return the format of pages of ``page_size`` tokens in a layer with this window; None: full attention."""
+        kv_heads, head_dim = self.heads_of(window)
+        return KvFormat(kv_heads, page_size, head_dim, DTYPES[self.dtype])
 
-    def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of K and V of one page of one layer."""
-        return self.kv_format(page_size).page_bytes
+    def page_bytes(self, page_size: int, window: int | None = None) -> int:
+        """Return the bytes of K and V of one page of one layer with this window; None: full attention."""
+        return self.kv_format(page_size, window).page_bytes
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -155,31 +181,31 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     text = config.get("text_config")
     # A multimodal model has the decoder's values in ``text_config``, which take precedence over the outer values.
     data: dict[str, Any] = {**config, **text} if isinstance(text, Mapping) else dict(config)
-    data = {**_ASSUMED.get(str(data.get("model_type")), {}), **data}
+    data = {**ASSUMED.get(str(data.get("model_type")), {}), **data}
     if data.get("kv_lora_rank"):
         raise ModelError("kv_lora_rank (MLA): only models with GQA can be planned")
     layers = count_of(data, "num_hidden_layers", most=MOST_LAYERS)
     heads = count_of(data, "num_attention_heads")
     hidden = count_of(data, "hidden_size")
-    kv_heads = count_of(data, "num_key_value_heads", heads)
-    head_dim = count_of(data, "head_dim", hidden // heads)
+    windows = windows_of(data, layers)
+    full, local = kv_heads_of(data, windows, heads)
     dtype = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if heads % kv_heads:
-        raise ModelError(f"{heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
+    for kv_heads in (full.heads, local.heads):
+        if heads % kv_heads:
+            raise ModelError(f"{heads} query heads cannot share {kv_heads} KV heads; check num_key_value_heads")
     tied = bool(data.get("tie_word_embeddings", False))
-    windows = windows_of(data, layers)
     experts = experts_of(data, layers)
     context = data.get("max_position_embeddings")
     shape = ModelShape(
         name=name,
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        kv_heads=full.heads,
+        head_dim=full.head_dim,
         hidden=hidden,
-        intermediate=count_of(data, "intermediate_size", experts.intermediate if experts else None),
+        intermediate=intermediate_of(data, experts),
         vocab=count_of(data, "vocab_size"),
         dtype=dtype,
         tied=tied,
@@ -188,6 +214,8 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
         max_context=context if isinstance(context, int) and 0 < context <= MOST else None,
         experts=experts,
         state_bytes=state_bytes(data, windows.count(0)),
+        window_heads=None if local == full else local,
+        has_chunks=has_chunks(data),
     )
     tables = shape.vocab * hidden * (1 if tied else 2)
     norms = (2 * layers + 1) * hidden  # Further norms and biases are left out: under 0.1 % of a model's bytes.
@@ -195,19 +223,10 @@ def _shape(config: Mapping[str, Any], name: str) -> ModelShape:
     return replace(shape, weight_bytes=total)
 
 
-# Defaults of transformers' configuration classes for keys that a model's config.json omits.
-_GEMMA3 = {
-    "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096,
-}  # fmt: skip
-_ASSUMED: Mapping[str, Mapping[str, Any]] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
-"""Default values of config.json by model type."""
-
-
 def _all_params(data: Mapping[str, Any], shape: ModelShape) -> int:
     """Return the number of weights of all layers, without embeddings and norms."""
     attention_layers, mixers = len(shape.attention_windows), shape.windows.count(0)
-    gates = shape.hidden * shape.head_dim * shape.heads if _gates_attention(data) else 0
+    gates = shape.hidden * shape.head_dim * shape.heads if gates_attention(data) else 0
     total = attention_layers * (shape.attention_params + gates)
     matrices, experts = mlp_matrices(data), shape.experts
     if stands_alone(data, shape.layers):
@@ -221,11 +240,6 @@ def _all_params(data: Mapping[str, Any], shape: ModelShape) -> int:
     return total
 
 
-def _gates_attention(data: Mapping[str, Any]) -> bool:
-    """Tell whether the query projection also computes an output gate of the same width (Qwen3-Next, Qwen3.5)."""
-    return bool(data.get("attn_output_gate", str(data.get("model_type")).startswith(("qwen3_next", "qwen3_5"))))
-
-
 def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
     """Return the runtime's `ModelSpec` for one rank without tensor parallelism.
 
@@ -233,6 +247,7 @@ def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
         shape: shape of the model.
         max_tokens: longest sequence that the engine admits. None: no limit.
     """
+    local = shape.window_heads
     return ModelSpec(
         num_layers=len(shape.attention_windows),
         num_heads=shape.heads,
@@ -243,6 +258,7 @@ def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
         windows=shape.attention_windows if any(shape.attention_windows) else (),
         max_tokens=max_tokens,
         hidden=shape.hidden,
+        window_shape=None if local is None else LayerShape(shape.heads, *local, local.head_dim**-0.5),
     )
 
 
@@ -271,22 +287,6 @@ def weight_bytes(folder: Path, itemsize: int, stated_itemsize: int) -> int | Non
         return count_of(metadata, "total_size", most=2**63 - 1) // stated_itemsize * itemsize
     except ModelError as error:
         raise ModelError(f"{index}: {error}; fetch the model again") from None
-
-
-def is_quantised(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json describes quantised weights, which have fewer bits than the dtype."""
-    return any(level.get("quantization_config") for level in _levels(config))
-
-
-def has_delta_nets(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json describes layers that are gated delta nets (Qwen3-Next, Qwen3.5 and derivatives)."""
-    layer_types = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
-    return any(kinds is None or (isinstance(kinds, list) and "linear_attention" in kinds) for kinds in layer_types)
-
-
-def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the mappings of a config.json: the outer one and, for a multimodal model, ``text_config``."""
-    return [level for level in (config, config.get("text_config")) if isinstance(level, Mapping)]
 
 
 def weight_files(folder: Path) -> list[Path]:

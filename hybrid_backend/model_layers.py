@@ -5,9 +5,9 @@ The keys are those of Hugging Face's configuration classes. Model families use d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hybrid_backend.config.rules import MOST, show
 from hybrid_backend.errors import ModelError
@@ -16,10 +16,21 @@ Data = Mapping[str, Any]
 Kind = Literal["full", "local", "other"]
 
 _KINDS: Mapping[str, Kind] = {
-    "full_attention": "full", "attention": "full", "sliding_attention": "local",
+    "full_attention": "full", "attention": "full", "sliding_attention": "local", "chunked_attention": "local",
     "linear_attention": "other", "mamba": "other", "mamba2": "other", "conv": "other",
     "*": "full", "M": "other", "-": "other", "E": "other",  # Nemotron-H: attention, Mamba 2, MLP, experts
 }  # fmt: skip
+_GEMMA3 = {
+    "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 4096,
+}  # fmt: skip
+_GEMMA4 = {"tie_word_embeddings": True, "head_dim": 256, "vocab_size": 262_144, "global_head_dim": 512}
+_LLAMA4 = {"head_dim": 128, "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1}
+ASSUMED: Mapping[str, Data] = {
+    "gemma3": _GEMMA3, "gemma3_text": _GEMMA3, "gemma4": _GEMMA4, "gemma4_text": _GEMMA4,
+    "gemma4_unified": _GEMMA4, "gemma4_unified_text": _GEMMA4, "llama4": _LLAMA4, "llama4_text": _LLAMA4,
+}  # fmt: skip
+"""Defaults of transformers' configuration classes, by model type, for keys that a model's config.json omits."""
 _STATE_BYTES = 4
 """Most bytes per element of a recurrent state. vLLM stores some states in the model's dtype and some in fp32."""
 
@@ -63,7 +74,9 @@ def count_of(data: Data, key: str, default: int | None = None, most: int = MOST)
 
 
 def windows_of(data: Data, layers: int) -> tuple[int | None, ...]:
-    """Return per layer the sliding window in tokens, None for full attention, 0 for a layer without attention."""
+    """Return per layer the tokens of its window or chunk, None for full attention, 0 for a layer without attention."""
+    if has_chunks(data):
+        return _chunks_of(data, layers)
     window: Any = data.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool) or data.get("use_sliding_window") is False:
         window = None
@@ -89,6 +102,79 @@ def windows_of(data: Data, layers: int) -> tuple[int | None, ...]:
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
+def has_chunks(data: Data) -> bool:
+    """Tell whether layers attend their own chunk of the sequence (Llama 4), and not a sliding window."""
+    return _is_llama4(data) and bool(data.get("attention_chunk_size"))
+
+
+def _chunks_of(data: Data, layers: int) -> tuple[int | None, ...]:
+    """Return per layer of Llama 4 the tokens of a chunk; None for a layer with full attention, which has no rope."""
+    chunk, ropes = count_of(data, "attention_chunk_size"), data.get("no_rope_layers")
+    if isinstance(ropes, list) and len(ropes) == layers:
+        return tuple(chunk if rope else None for rope in ropes)
+    interval = count_of(data, "no_rope_layer_interval")
+    return tuple(None if (layer + 1) % interval == 0 else chunk for layer in range(layers))
+
+
+def _is_llama4(data: Data) -> bool:
+    return str(data.get("model_type")).startswith("llama4")
+
+
+class KvHeads(NamedTuple):
+    """Number and size of the KV heads of one kind of layers."""
+
+    heads: int
+    head_dim: int
+
+
+def kv_heads_of(data: Data, windows: Sequence[int | None], heads: int) -> tuple[KvHeads, KvHeads]:
+    """Return the KV heads of the layers with full attention, and those of the layers with windows.
+
+    Raises:
+        ModelError: layers of one kind have different KV heads, or take those of another layer.
+    """
+    if _first(data, "num_kv_shared_layers"):
+        raise ModelError("num_kv_shared_layers: layers that share another layer's KV cache cannot be planned")
+    head_dim = count_of(data, "head_dim", count_of(data, "hidden_size") // heads)
+    common = KvHeads(count_of(data, "num_key_value_heads", heads), head_dim)
+    of_kind: dict[bool, set[KvHeads]] = {True: set(), False: set()}
+    for layer, window in enumerate(windows):
+        if window != 0:
+            of_kind[window is None].add(_layer_kv_heads(data, layer, window is None, common))
+    unlike = next((kinds for kinds in of_kind.values() if len(kinds) > 1), None)
+    if unlike is not None:
+        raise ModelError(f"per_layer_config: layers of one kind with different KV heads, {sorted(unlike)}")
+    full = next(iter(of_kind[True]), common)
+    return full, next(iter(of_kind[False]), full)
+
+
+def _layer_kv_heads(data: Data, layer: int, is_full: bool, common: KvHeads) -> KvHeads:
+    """Return the KV heads of one layer; ``common`` are those of a layer for which the config.json says nothing else."""
+    per_layer = data.get("per_layer_config")
+    if isinstance(per_layer, Mapping):
+        own = per_layer.get(str(layer), per_layer.get(layer))
+        if not isinstance(own, Mapping):
+            return common
+        return KvHeads(count_of(own, "num_key_value_heads", common.heads), count_of(own, "head_dim", common.head_dim))
+    if not (is_full and str(data.get("model_type")).startswith("gemma4")):
+        return common
+    # Transformers heeds the KV heads only of a model whose full layers have no values of their own.
+    count = _first(data, "num_global_key_value_heads") if data.get("attention_k_eq_v") else 0
+    return KvHeads(count or common.heads, count_of(data, "global_head_dim", common.head_dim))
+
+
+def intermediate_of(data: Data, experts: Experts | None) -> int:
+    """Return the intermediate size of a dense MLP; that of an expert where a model has no other."""
+    if _is_llama4(data) and data.get("intermediate_size_mlp"):
+        return count_of(data, "intermediate_size_mlp")
+    return count_of(data, "intermediate_size", experts.intermediate if experts else None)
+
+
+def gates_attention(data: Data) -> bool:
+    """Tell whether the query projection also computes an output gate of the same width (Qwen3-Next, Qwen3.5)."""
+    return bool(data.get("attn_output_gate", str(data.get("model_type")).startswith(("qwen3_next", "qwen3_5"))))
+
+
 def experts_of(data: Data, layers: int) -> Experts | None:
     """Return the mixture of experts that a config.json describes; None for a dense model."""
     count = _first(data, "num_experts", "num_local_experts", "n_routed_experts")
@@ -100,7 +186,11 @@ def experts_of(data: Data, layers: int) -> Experts | None:
     )
     if not shared:
         shared = intermediate * _first(data, "n_shared_experts")
-    kinds, step = _layer_kinds(data, layers), _first(data, "decoder_sparse_step") or 1
+    if _is_llama4(data):
+        shared = intermediate
+    elif str(data.get("model_type")).startswith("gemma4"):
+        shared = count_of(data, "intermediate_size")  # Every layer adds a dense MLP and its experts.
+    kinds, step = _layer_kinds(data, layers), _first(data, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     mlp_only = data.get("mlp_only_layers") or []
     if not isinstance(mlp_only, list):
         raise ModelError(f"mlp_only_layers: got {show(mlp_only)}, expected a list of layers")
@@ -180,7 +270,7 @@ def _layer_kinds(data: Data, layers: int) -> list[str]:
         if isinstance(attention_layers, list):
             return ["full_attention" if layer in attention_layers else mixer for layer in range(layers)]
     for key in ("attn_layer_period", "attn_type_list", "attention_chunk_size"):
-        if data.get(key):
+        if data.get(key) and not has_chunks(data):
             raise ModelError(f"{key}: which layers attend, and how, is not read from it; such models are not planned")
     return []
 
@@ -205,3 +295,19 @@ def _mamba_widths(data: Data) -> tuple[int, int]:
     """Return the inner width of a Mamba 2 layer, and the width of its B and C together."""
     inner = _mamba_heads(data) * _first(data, "mamba_head_dim", "mamba_d_head")
     return inner, 2 * _first(data, "n_groups", "mamba_n_groups") * _first(data, "ssm_state_size", "mamba_d_state")
+
+
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json describes quantised weights, which have fewer bits than the dtype."""
+    return any(level.get("quantization_config") for level in _levels(config))
+
+
+def has_delta_nets(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json describes layers that are gated delta nets (Qwen3-Next, Qwen3.5 and derivatives)."""
+    layer_types = (level.get("layer_types") for level in _levels(config) if level.get("linear_num_value_heads"))
+    return any(kinds is None or (isinstance(kinds, list) and "linear_attention" in kinds) for kinds in layer_types)
+
+
+def _levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the mappings of a config.json: the outer one and, for a multimodal model, ``text_config``."""
+    return [level for level in (config, config.get("text_config")) if isinstance(level, Mapping)]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import Batch, ModelSpec, RequestRoom, Step, StepFailure, make_step, with_late_prefixes
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, with_late_prefixes
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -23,7 +23,6 @@ from hybrid_backend.methods.host_room import check_room
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.prompt_chunks import PromptChunks
 from hybrid_backend.step import Executor, StepDriver
-from hybrid_backend.step.method import LimitsRequests
 from hybrid_backend.step.operations import are_launches, fitted, resolve_flashinfer, resolve_operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
@@ -180,13 +179,6 @@ class HybridRuntime:
         """
         return [] if step.error is not None else self.executor.unfinished(step)
 
-    def room(self) -> RequestRoom | None:
-        """Return the tokens of running requests above which every request becomes slower; None: no such limit.
-
-        The engine starts no waiting request beyond that.
-        """
-        return self.method.room() if isinstance(self.method, LimitsRequests) else None
-
     def forward(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Store the K and V of a step's new tokens, then attend in one layer.
 
@@ -259,6 +251,11 @@ class HybridRuntime:
             self._fail(step, error)
 
     @property
+    def pages(self) -> int:
+        """Number of pages of each layer with full attention in the host pool."""
+        return len(self.tiers.host.layers[self._full_layers[0]])
+
+    @property
     def stats(self) -> Stats:
         """Counters since start. On a GPU the counters may lack the last step, because reading them does not wait."""
         self.executor.count()
@@ -279,7 +276,7 @@ class HybridRuntime:
         return {
             "hybrid_resident_requests": tiers.frames.running if tiers.frames.size else 0,
             "hybrid_frames_in_use": executor.resident_pages,
-            "hybrid_host_pool_pages": tiers.host.pages,
+            "hybrid_host_pool_pages": self.pages,
             "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,

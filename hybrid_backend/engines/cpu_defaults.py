@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
-from hybrid_backend.model import has_delta_nets, weights_to_load
+from hybrid_backend.model import weights_to_load
+from hybrid_backend.model_layers import has_delta_nets
 
 # AVX-512, AMX and AArch64 as /proc/cpuinfo spells them. AVX-NE-CONVERT is left out, because it only converts bf16.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

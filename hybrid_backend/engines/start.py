@@ -26,7 +26,7 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
     """
     config, host = runtime.config, runtime.tiers.host
     digests = runtime.tiers.layout.digests
-    tokens = host.pages // groups * config.page_size
+    tokens = runtime.pages // groups * config.page_size
     no_library, no_quest = cpu.why_unavailable(), why_scout(config, runtime.model, runtime.tiers.device)
     method = f"{config.method} (quest cannot serve: {no_quest})" if no_quest not in ("", no_library) else config.method
     yield (

@@ -25,11 +25,13 @@ class InPlacePrompts:
         PyTorch's products of bf16 matrices take AMX for any head_dim, the native ones for multiples of 32. Every CPU
         with AMX has AVX512_BF16, too.
         """
-        shape = model.num_heads, model.num_kv_heads, model.head_dim
-        if not cpu.available() or not all(cpu.decodes(*shape, layer.shape[3]) for layer in layers):
+        if not cpu.available():
             return None
-        if model.dtype == torch.bfloat16 and "amx" in cpu.isas() and model.head_dim % 32:
-            return None
+        has_amx = model.dtype == torch.bfloat16 and "amx" in cpu.isas()
+        for index, layer in enumerate(layers):
+            heads, kv_heads, head_dim, _ = model.shape(index)
+            if not cpu.decodes(heads, kv_heads, head_dim, layer.shape[3]) or (has_amx and head_dim % 32):
+                return None
         return cls(model, layers)
 
     def attend(self, layer: int, row: PrefillRow, q: Tensor, out: Tensor) -> None:
@@ -43,6 +45,6 @@ class InPlacePrompts:
         """
         chunk, model = slice(row.start, row.end), self._model
         cpu.attend_prompt(
-            q[chunk], self._layers[layer], row.pages.int(), row.seq_len, model.scale, model.window(layer),
-            model.sink(layer), out[chunk],
+            q[chunk], self._layers[layer], row.pages.int(), row.seq_len, model.shape(layer).scale,
+            model.window(layer), model.sink(layer), out[chunk],
         )  # fmt: skip

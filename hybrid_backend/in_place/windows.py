@@ -46,7 +46,7 @@ class SlidingLayers:
             out: like ``q``.
         """
         model, rows, blocks = self._model, step.decode, self._host.blocks(layer)
-        window, sinks = model.window(layer), model.sink(layer)
+        window, sinks, shape = model.window(layer), model.sink(layer), model.shape(layer)
         assert window is not None
         if step.prefill or self._native is None:
             new_k, new_v = whole_tokens(k[: step.num_tokens]), whole_tokens(v[: step.num_tokens])
@@ -58,7 +58,7 @@ class SlidingLayers:
                 continue
             chunk = slice(row.start, row.end)
             out[chunk] = windowed(
-                q[chunk], blocks, row.pages, row.seq_len, model.num_kv_heads, model.scale, window, sinks
+                q[chunk], blocks, row.pages, row.seq_len, shape.num_kv_heads, shape.scale, window, sinks
             )
         if rows is None:
             return
@@ -66,7 +66,7 @@ class SlidingLayers:
             self._native.decode(layer, step, q, k, v, out)
             return
         attended = window_rows(step, window, blocks.shape[1])
-        result = decode_windows(rows.gather(q), blocks, attended, model.num_kv_heads, model.scale, sinks)
+        result = decode_windows(rows.gather(q), blocks, attended, shape.num_kv_heads, shape.scale, sinks)
         out.index_copy_(0, rows.tokens.to(out.device), result.to(out.dtype))
 
     def close(self) -> None:
@@ -78,15 +78,16 @@ class LocalLayers:
     """Native decoding of the layers with a sliding window: one native call per layer appends and attends."""
 
     def __init__(self, model: ModelSpec, layers: Sequence[Tensor]) -> None:
-        """``layers``: `HostPool.layers`, of which those with a window are taken."""
+        """``layers``: `HostPool.layers`, of which those with a window are taken. All of these have one shape."""
         self._windows = model.windows
+        heads, _, _, scale = model.window_shape or model.full_shape
         self._decoders: dict[int, cpu.Decoder] = {}  # Keyed by page size, which all layers of a decoder share.
         for size in {layer.shape[3] for layer, window in zip(layers, model.windows, strict=True) if window is not None}:
             own_layers = [
                 layer if window is not None and layer.shape[3] == size else None
                 for layer, window in zip(layers, model.windows, strict=True)
             ]
-            self._decoders[size] = cpu.Decoder(own_layers, {}, model.num_heads, model.scale, sinks=model.sinks_by_layer)
+            self._decoders[size] = cpu.Decoder(own_layers, {}, heads, scale, sinks=model.sinks_by_layer)
         self._page_sizes = [layer.shape[3] for layer in layers]
         self._begun: dict[int, WindowRows] = {}  # Keyed by page size: rows of the step that the decoder has begun.
 
@@ -94,8 +95,8 @@ class LocalLayers:
     def of(cls, model: ModelSpec, layers: Sequence[Tensor]) -> LocalLayers | None:
         """Return the native decoding of sliding windows; None if no layer has one or the kernels lack the shape."""
         sizes = {x.shape[3] for x, window in zip(layers, model.windows, strict=False) if window is not None}
-        shape = model.num_heads, model.num_kv_heads, model.head_dim
-        if not sizes or not cpu.available() or not all(cpu.decodes(*shape, size) for size in sizes):
+        heads, kv_heads, head_dim, _ = model.window_shape or model.full_shape
+        if not sizes or not cpu.available() or not all(cpu.decodes(heads, kv_heads, head_dim, x) for x in sizes):
             return None
         return cls(model, layers)
 

@@ -54,7 +54,7 @@ class DevicePlan:
     @property
     def pages(self) -> int:
         """Pages of the host pool."""
-        return self.blocks.in_bytes(self.host_bytes)
+        return self.blocks.in_bytes(self.host_bytes) * self.blocks.pages_per_block
 
     def choose(self, config: HybridConfig, max_requests: int) -> DeviceChoice:
         """Choose whole layers, requests and frames, in this order.

@@ -122,9 +122,9 @@ class StockMemory:
 
     def memory(self, context: int, batch: int) -> Memory:
         """Return what ``batch`` sequences of ``context`` tokens take."""
-        pages = self.blocks.pool(context, batch, self.room.in_flight)
+        pages = self.blocks.pool_pages(context, batch, self.room.in_flight)
         place: Place = "host" if self.room.on_host else "device"
-        kv = Item("KV cache", place, pages * self.blocks.block_bytes, "exact")
+        kv = Item("KV cache", place, pages * self.blocks.page_bytes, "exact")
         return Memory(pages, (*engine_items(self.shape, self.room, batch), kv))
 
     def cpu_requests(self, context: int, batch: int) -> int:
@@ -153,6 +153,12 @@ class MethodMemory:
 
     def refusal(self) -> str | None:
         """Say why the configuration cannot serve this model with this method; None if it can."""
+        if not self.room.on_host and (self.shape.window_heads is not None or self.shape.has_chunks):
+            kind = "attention in chunks" if self.shape.has_chunks else "windows of another shape than full attention"
+            return (
+                f"{self.shape.name}: {kind}, which is not supported on a GPU: plan for a CPU (--gpu-mem 0), or use the "
+                "engine's own backend"
+            )
         try:
             layers = len(self.shape.attention_windows)
             self.config.validate_for(layers)
@@ -196,7 +202,9 @@ class MethodMemory:
             return 0
         page_size = self.config.page_size
         return sum(
-            layers * self.shape.page_bytes(page_size) * window_blocks(window, page_size, batch, self.room.in_flight)
+            layers
+            * self.shape.page_bytes(page_size, window)
+            * window_blocks(window, page_size, batch, self.room.in_flight)
             for window, layers in Counter(self.shape.attention_windows).items()
             if window is not None
         )
@@ -204,7 +212,7 @@ class MethodMemory:
     def memory(self, context: int, batch: int) -> Memory:
         """Return what ``batch`` sequences of ``context`` tokens take."""
         blocks = self.blocks if self.room.on_host else self.blocks.offloaded
-        pages = blocks.pool(context, batch, self.room.in_flight)
+        pages = blocks.pool_pages(context, batch, self.room.in_flight)
         model, method = spec_of(self.shape, context), resolve_method(self.config.method)
         tiers = method.layout(self.config, model, self.device).memory(self.config, model, pages, batch)
         own = method.own_memory(self.config, model, self.device, pages, batch)
@@ -213,7 +221,7 @@ class MethodMemory:
         own_tier: Place = "host" if self.room.on_host else "device"
         items = (
             *engine_items(self.shape, self.room, batch),
-            Item("host pool", "host", pages * self.blocks.block_bytes, "exact"),
+            Item("host pool", "host", pages * self.blocks.page_bytes, "exact"),
             Item("sliding windows", "device", self.windows(batch), "exact"),
             Item("digests", tier, tiers.digests, "exact"),
             Item("frames", tier, tiers.frames, "exact"),

@@ -306,6 +306,11 @@ def needs_parking(method: type[Method], config: HybridConfig) -> bool:
     return issubclass(method, WaitingMethod) and method.needs_parking(config)
 
 
+def request_room(method: Method) -> RequestRoom | None:
+    """Return the tokens beyond which the engine starts no waiting request; None: no such limit."""
+    return method.room() if isinstance(method, LimitsRequests) else None
+
+
 def looks_ahead(method: type[Method], config: HybridConfig) -> bool:
     """Tell whether queries are predicted. With exact attention a prediction would only add an error."""
     return method.predicts_queries and config.lookahead.enabled and config.sparse != "never"

@@ -86,7 +86,7 @@ def check_shape(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, 
     if kernel_name(config.workers.kernel) != "native" or cpu.decodes(heads, kv_heads, head_dim, config.page_size):
         return ""
     shape = f"{heads} query heads on {kv_heads} KV heads of {head_dim}"
-    has = "they have at most 16 query heads per KV head, and head sizes of 16 to 256 in steps of 16"
+    has = "they have at most 16 query heads per KV head, and head sizes of 16 to 512 in steps of 16"
     if device.type == "cuda":
         raise ConfigError(
             f"workers.kernel: no CPU kernel serves {shape} ({has}); use the engine's own backend for this model"

@@ -33,6 +33,7 @@ class Tiers:
     operations: Operations
     is_async: bool  # operations are launches on a device, which itself writes its requests to the CPU workers
     page_bytes: int
+    head_page_bytes: int  # one KV head of a page
     host: HostPool
     digests: Digests | None
     frames: FramePool
@@ -81,6 +82,7 @@ class Tiers:
             operations=operations,
             is_async=is_async,
             page_bytes=kv.page_bytes,
+            head_page_bytes=kv.with_heads(1).page_bytes,
             host=host,
             digests=digests,
             frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
@@ -162,8 +164,7 @@ class Tiers:
     @property
     def copied_bytes(self) -> int:
         """Bytes copied from the host pool to the device tier since start."""
-        heads = self.host.layers[0].shape[1]
-        copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.page_bytes // heads
+        copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.head_page_bytes
         return copied + (self.stream.copied_bytes if self.stream else 0)
 
     def reset_copied(self) -> None:

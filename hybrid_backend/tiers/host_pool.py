@@ -30,7 +30,7 @@ class HostPool:
 
     @property
     def pages(self) -> int:
-        """Number of pages in each layer. A layer that is not in the pool has no pages."""
+        """Largest number of pages of a layer: page ids are smaller. A layer that is not in the pool has no pages."""
         return max(layer.shape[0] for layer in self.layers)
 
     @property

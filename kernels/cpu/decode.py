@@ -43,7 +43,7 @@ def openmp_entry() -> int | None:
 
 def decodes(heads: int, kv_heads: int, head_dim: int, page_size: int) -> bool:
     """Tell if `Decoder` has kernels for a model of this shape, on a machine where the library is available."""
-    sizes = head_dim in range(16, 257, 16) and page_size in range(16, 129, 16)
+    sizes = head_dim in range(16, 513, 16) and page_size in range(16, 129, 16)
     return sizes and 1 <= heads // kv_heads <= 16
 
 

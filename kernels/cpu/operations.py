@@ -2,7 +2,7 @@
 
 An operation is one call into the library, which does small work at once and shares larger work with the engine's OpenMP
 threads. All operations raise ValueError for a tensor that breaks the contract, and WorkerError for an id out of range
-or a shape that the kernels lack. Kernels need a head_dim that is a multiple of 16 up to 256; where pages are attended,
+or a shape that the kernels lack. Kernels need a head_dim that is a multiple of 16 up to 512; where pages are attended,
 also a page_size that is a multiple of 16 up to 128.
 """
 

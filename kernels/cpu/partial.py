@@ -24,7 +24,7 @@ def partial(
     Args:
         q: queries ``[rows, heads, head_dim]``.
         layer: ``[pages, kv_heads, 2, page_size, head_dim]``, K before V, bf16, fp16 or fp32; any strides but contiguous
-            rows. head_dim is a multiple of 16 up to 256, page_size a multiple of 16 up to 128. A KV head has at most 16
+            rows. head_dim is a multiple of 16 up to 512, page_size a multiple of 16 up to 128. A KV head has at most 16
             query heads.
         ids: ``[rows, 1 | kv_heads, k]`` int64 page ids; one list per row, or one per KV head. Negative: padding.
         valid: same shape, int64, tokens to attend at the start of each page; 0: the page is skipped.

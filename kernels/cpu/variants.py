@@ -39,7 +39,7 @@ Reason = Literal["only", "known", "measured", "forced"]
 DTYPES = ("bfloat16", "float16", "float32")
 """Element types, numbered as ElementType of src/isa.h."""
 HEAD_DIMS = (64, 128, 256)
-"""Largest head_dim of each class of shapes (`hb_set_variant_order`)."""
+"""Largest head_dim of each class of shapes (`hb_set_variant_order`); the last class has no limit."""
 GROUPS = (1, 2, 4, 8)
 """Largest group of each class of shapes; the last class has no limit."""
 PAGE_SIZE = 32

@@ -46,6 +46,14 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         "Gemma3", "gemma3_text", num_hidden_layers=4, head_dim=16, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "shared-kv": _like_llama(
+        "Gemma4", "gemma4_text", num_hidden_layers=4, head_dim=16, global_head_dim=16, sliding_window=64,
+        num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "unlike-full": _like_llama(
+        "Gemma4", "gemma4_text", head_dim=16, sliding_window=64, num_kv_shared_layers=0,
+        layer_types=["full_attention"] * 2, per_layer_config={"1": {"head_dim": 32}},
+    ),
     "llama4": _like_llama(
         "Llama4", "llama4_text", intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1,
         attention_chunk_size=64,

@@ -206,6 +206,11 @@ REFUSED: dict[str, Row] = {
         options=OVERLAP,
         model="some-sliding",
     ),
+    "rows that wait, and layers that attend chunks": Row(
+        vllm=("", "apex.strategy: overlap", "chunked local attention", "write auto or lockstep"),
+        options=OVERLAP,
+        model="llama4",
+    ),
     "rows that wait, and another scheduler": Row(
         vllm=("--scheduler-cls vllm.v1.core.sched.scheduler.Scheduler", "leave out --scheduler-cls"), options=OVERLAP
     ),
@@ -216,10 +221,20 @@ REFUSED: dict[str, Row] = {
     ),
     "an MLA model": Row(vllm=("", "MLA", OWN_BACKEND), sglang=("", "MLA", SGLANG_S_OWN), model="mla"),
     "a model whose layers all slide": Row(vllm=("", "64 tokens", OWN_BACKEND), model="all-sliding"),
-    "a model whose attention is in chunks": Row(
-        vllm=("", "chunked local attention", OWN_BACKEND),
-        sglang=("", "layers of other kinds", SGLANG_S_OWN),
+    "a model whose attention is in chunks": Row(sglang=("", "layers of other kinds", SGLANG_S_OWN), model="llama4"),
+    "pages that do not divide a model's chunks": Row(
+        vllm=("", "page_size: 128", "attention_chunk_size, 64", "set page_size: 32"),
+        options="--set=page_size=128",
         model="llama4",
+    ),
+    "a model whose layers share another's KV": Row(
+        vllm=("", "num_kv_shared_layers: 2", OWN_BACKEND),
+        sglang=("", "sliding-window", SGLANG_S_OWN),
+        model="shared-kv",
+    ),
+    "a model whose layers with full attention have different shapes": Row(
+        vllm=("", "4 query heads on 1 KV heads of 16 and 4 query heads on 1 KV heads of 32", OWN_BACKEND),
+        model="unlike-full",
     ),
     "another worker": Row(
         vllm=(

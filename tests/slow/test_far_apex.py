@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from hybrid_backend.batch import Step
 from hybrid_backend.methods.apex.questions import BoxQuestions
+from hybrid_backend.step.method import request_room
 from tests.support.far_device import busy, late
 from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, config
@@ -117,10 +118,10 @@ def test_every_request_gets_the_model_s_tokens(
 def test_requests_that_would_delay_those_on_the_device_may_not_start(device: torch.device, strategy: str) -> None:
     """The device holds four pages; with overlap the CPU has a whole step for answers, in lockstep no time."""
     with engine(device, strategy) as running:
-        assert running.runtime.room() is None, "nothing decodes"
+        assert request_room(running.method) is None, "nothing decodes"
         begin(running, "a", "b")
         running.step()
-        room = running.runtime.room()
+        room = request_room(running.method)
         if strategy == "gpu":
             assert room is None, "no worker is asked"
             return

@@ -29,7 +29,8 @@ from hybrid_backend.config import (
 )
 from hybrid_backend.errors import HybridError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.model import has_delta_nets, is_quantised, weights_to_load
+from hybrid_backend.model import weights_to_load
+from hybrid_backend.model_layers import has_delta_nets, is_quantised
 from hybrid_backend.tools.bench.accuracy import read_prompts
 from hybrid_backend.tools.hub import fetch, find_entry, resolve_model
 from hybrid_backend.tools.hub.fetch import CONVERTER_VERSION, MANIFEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,15 +90,29 @@ class Engine:
         if ON_GPU and self.cfg.device_kernels == "triton":  # which the interpreter runs on the host elsewhere
             self.device = DEVICE
         m = self.model
-        shape = (self.num_pages, m.num_kv_heads, 2, self.cfg.page_size, m.head_dim)
         # Garbage, not zeros: nothing may rely on fresh memory.
-        self.kv = [torch.randn(shape, generator=self.rng).to(m.dtype) for _ in range(m.num_layers)]
+        self.kv = [self._random(layer, self.num_pages, 2, self.cfg.page_size) for layer in range(m.num_layers)]
         seen = views(self.kv, self.device)
         self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, seen)
         self.witness = Witness(self.runtime) if self.is_witnessed else None
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
         OPENED.append(self)
+
+    def _random(self, layer: int, count: int, *inner: int) -> Tensor:
+        """Random keys or values of a layer, ``[count, kv_heads, *inner, head_dim]``."""
+        _, kv_heads, head_dim, _ = self.model.shape(layer)
+        return torch.randn(count, kv_heads, *inner, head_dim, generator=self.rng).to(self.model.dtype)
+
+    def _queries(self, tokens: int) -> list[Tensor]:
+        """Random queries ``[tokens, heads, head_dim]`` of each layer."""
+        m = self.model
+        if m.window_shape is None:
+            drawn = list(torch.randn(m.num_layers, tokens, m.num_heads, m.head_dim, generator=self.rng))
+        else:
+            shapes = [(m.shape(layer).num_heads, m.shape(layer).head_dim) for layer in range(m.num_layers)]
+            drawn = [torch.randn(tokens, *shape, generator=self.rng) for shape in shapes]
+        return [(q * self.query_scale).to(m.dtype) for q in drawn]
 
     # --- requests ---
 
@@ -144,7 +159,7 @@ class Engine:
             self.refs[page] = 1
         pages = torch.tensor(request.pages)
         for layer in range(model.num_layers):
-            kv = torch.randn(tokens, model.num_kv_heads, 2, model.head_dim, generator=self.rng).to(model.dtype)
+            kv = self._random(layer, tokens, 2)
             self.kv[layer][pages] = kv.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4)
             request.kv[layer] = list(kv)
         self.runtime.imported(pages)
@@ -182,13 +197,12 @@ class Engine:
             self.witness.begin()
         step, query_start = self._begin(work)
         total = query_start[-1]
-        queries = torch.randn(m.num_layers, total, m.num_heads, m.head_dim, generator=self.rng) * self.query_scale
-        queries = queries.to(m.dtype)
+        queries = self._queries(total)
         outs = {}
         for layer in range(m.num_layers):
             if layer + 1 < m.num_layers:
                 self._look_ahead(layer + 1, step, queries, lookahead_noise)
-            kv = torch.randn(total, m.num_kv_heads, 2, m.head_dim, generator=self.rng).to(m.dtype)
+            kv = self._random(layer, total, 2)
             out = torch.full_like(queries[layer], float("nan"))
             k, v = kv[:, :, 0].contiguous(), kv[:, :, 1].contiguous()
             there = [x.to(self.device) for x in (queries[layer], k, v, out)]
@@ -204,13 +218,13 @@ class Engine:
                 outs[name] = out[mine]
                 assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
                 if tolerance is not None:
-                    expected = self.dense(name, layer, queries[layer, mine])
+                    expected = self.dense(name, layer, queries[layer][mine])
                     self._compare(name, layer, out[mine], expected, tolerance, "dense attention")
                 if self.witness is None:
                     continue
                 attended = self._attended(self.witness, layer, step, name)
                 if tolerance is None or (attended is not None and not attended.is_everything):
-                    expected = self.dense(name, layer, queries[layer, mine], attended)
+                    expected = self.dense(name, layer, queries[layer][mine], attended)
                     self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
         self.runtime.end_step(step)
         self.ran = step
@@ -265,7 +279,7 @@ class Engine:
         batch = Batch(list(work), query_start, seq_lens, decode, *there, budgets=budgets)
         return self.runtime.begin_step(batch), query_start
 
-    def _look_ahead(self, layer: int, step: Step, queries: Tensor, noise: float) -> None:
+    def _look_ahead(self, layer: int, step: Step, queries: Items[Tensor], noise: float) -> None:
         if self.runtime.wants_lookahead(layer, step) and step.decode is not None:
             real = step.decode.gather(queries[layer])
             jitter = torch.randn(real.shape, generator=self.rng) * noise
@@ -275,10 +289,11 @@ class Engine:
         """fp64 causal attention of the last ``len(q)`` tokens over everything that the request wrote, or of the last
         one over what was ``attended``."""
         m = self.model
-        group = m.num_heads // m.num_kv_heads
+        heads, kv_heads, _, scale = m.shape(layer)
+        group = heads // kv_heads
         kv = torch.stack(self.sequences[name].kv[layer]).double()
         k, v = (kv[:, :, i].repeat_interleave(group, 1) for i in (0, 1))
-        logits = torch.einsum("qhd,thd->hqt", q.double(), k) * m.scale
+        logits = torch.einsum("qhd,thd->hqt", q.double(), k) * scale
         position = torch.arange(len(kv) - len(q), len(kv))[:, None]
         key = torch.arange(len(kv))[None]
         seen = key <= position
@@ -287,7 +302,7 @@ class Engine:
             seen &= key > position - window
         if attended is not None:
             if attended.guess is not None:
-                guessed = torch.einsum("hd,thd->ht", attended.guess.double(), k)[:, None] * m.scale
+                guessed = torch.einsum("hd,thd->ht", attended.guess.double(), k)[:, None] * scale
                 logits = torch.where(attended.guessed.repeat_interleave(group, 0)[:, None], guessed, logits)
             seen = seen & attended.tokens.repeat_interleave(group, 0)[:, None]
         logits, sinks = logits.masked_fill(~seen, float("-inf")), m.sink(layer)

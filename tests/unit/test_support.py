@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.support_page import FEATURES, page
+from bench.support_features import FEATURES
+from bench.support_page import page
 from hybrid_backend.engines.refusal import Refusal, refuse
 from hybrid_backend.engines.sglang import checks as sglang_checks
 from hybrid_backend.engines.sglang import compat as sglang

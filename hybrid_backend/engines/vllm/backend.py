@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from hybrid_backend.batch import Batch, captured_step
+from hybrid_backend.batch import Batch, Step, captured_step
 from hybrid_backend.engines.vllm.layer import HybridImpl, HybridMetadata
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
@@ -101,9 +101,11 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         if self.session is None or not self.session.is_scheduled:
             return HybridMetadata(None, metadata.num_actual_tokens)
         query_start = metadata.query_start_loc_cpu.tolist()
+        counts = [end - start for start, end in itertools.pairwise(query_start)]
+        if self.session.has_chunks(self.layer_names):
+            return HybridMetadata(self._chunk_step(metadata, query_start, counts), metadata.num_actual_tokens)
         if metadata.is_prefilling is None:
             raise EngineError("vLLM did not say which rows are prefilling (CommonAttentionMetadata.is_prefilling)")
-        counts = [end - start for start, end in itertools.pairwise(query_start)]
         # A batch of single tokens replays the graph of a decode step, also if a row's token is the last of a prompt.
         is_replayed = self._is_captured and max(counts) == 1
         request_ids = self.session.request_ids(metadata)
@@ -120,6 +122,24 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             budgets=self.session.budgets(request_ids),
         )
         return HybridMetadata(self.session.step_for(self.layer_names, batch), metadata.num_actual_tokens)
+
+    def _chunk_step(self, metadata: CommonAttentionMetadata, query_start: list[int], counts: list[int]) -> Step:
+        """Return the step of layers that attend within chunks of the sequence (Llama 4).
+
+        vLLM has cut each request at the ends of its chunks: a row holds a piece's query tokens, the tokens of its chunk
+        so far and the pages of that chunk alone (`make_local_attention_virtual_batches`). Such a row is attended as the
+        row of a short sequence, and it does not matter whose it is.
+        """
+        assert self.session is not None
+        batch = Batch(
+            request_ids=[""] * len(counts),
+            query_start=query_start,
+            seq_lens=_sequence_lengths(metadata).tolist(),
+            decode=[count == 1 for count in counts],
+            page_table=metadata.block_table_tensor,
+            slot_mapping=metadata.slot_mapping[: query_start[-1]],
+        )
+        return self.session.step_for(self.layer_names, batch)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> HybridMetadata:
         """Return a step of as many decode rows, whose inputs are those of whichever step is replayed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from hybrid_backend.engines.vllm import (
     PARKING_SCHEDULER,
     SCHEDULER,
 )
+from hybrid_backend.engines.vllm.layer_kinds import AttentionShape, attention_shapes, full_shape, has_local_layers
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.step.method import looks_ahead
@@ -71,6 +73,16 @@ class Start:
         if kinds:
             return all(kind == "sliding_attention" for kind in kinds)
         return self.model.get_sliding_window() is not None
+
+    @property
+    def full_shapes(self) -> list[AttentionShape]:
+        """The different shapes of the layers with full attention."""
+        return attention_shapes(self.vllm_config, local=False)
+
+    @property
+    def local_shapes(self) -> list[AttentionShape]:
+        """The different shapes of the layers with a sliding window or chunks."""
+        return attention_shapes(self.vllm_config, local=True)
 
     @property
     def takes_stock_pages(self) -> bool:
@@ -125,7 +137,30 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         ),
         "leave out --disable-hybrid-kv-cache-manager",
     ),
-    Refusal("chunked local attention", lambda s: getattr(s.text, "attention_chunk_size", None), OWN_BACKEND),
+    Refusal(
+        "chunked local attention on a GPU",
+        lambda s: s.device.type == "cuda" and s.model.attention_chunk_size,
+        OWN_BACKEND,
+        lambda s: f"attention_chunk_size: {s.model.attention_chunk_size}",
+    ),
+    Refusal(
+        "sliding-window layers of another shape than the layers with full attention on a GPU",
+        lambda s: s.device.type == "cuda" and s.local_shapes and s.local_shapes != s.full_shapes,
+        OWN_BACKEND,
+        lambda s: f"{s.local_shapes[0]} and {s.full_shapes[0]}",
+    ),
+    Refusal(
+        "layers with full attention of different shapes",
+        lambda s: len(s.full_shapes) > 1,
+        OWN_BACKEND,
+        lambda s: " and ".join(map(str, s.full_shapes)),
+    ),
+    Refusal(
+        "layers that share another layer's KV cache",
+        lambda s: getattr(s.text, "num_kv_shared_layers", None),
+        OWN_BACKEND,
+        lambda s: f"num_kv_shared_layers: {s.text.num_kv_shared_layers}",
+    ),
     Refusal("models whose layers all slide", lambda s: s.slides_only, OWN_BACKEND, lambda s: f"over {s.window} tokens"),
     Refusal(
         "attention with logit soft-capping",
@@ -199,7 +234,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     ),
     Refusal(
         "KV connectors with models that have other layers beside full attention",
-        lambda s: s.takes_stock_pages and (s.model.get_sliding_window() is not None or s.model.is_hybrid),
+        lambda s: s.takes_stock_pages and (has_local_layers(s.model) or s.model.is_hybrid),
         "leave out --kv-transfer-config for this model",
     ),
     Refusal(
@@ -268,14 +303,13 @@ def check_engine_config(vllm_config: VllmConfig, config: HybridConfig, worker_cl
     refuse(REFUSALS, start)
     config.check_page_size(start.cache.block_size, "block size", "--block-size")
     _check_transfer(start, config.page_size)
-    check_model(
-        config,
-        start.device,
-        layers=model.get_num_layers_by_block_type(parallel),
-        heads=model.get_num_attention_heads(parallel),
-        kv_heads=model.get_num_kv_heads(parallel),
-        head_dim=model.get_head_size(),
-    )
+    chunk = model.attention_chunk_size
+    if chunk and chunk % config.page_size:
+        raise ConfigError(
+            f"page_size: {config.page_size} does not divide the model's attention_chunk_size, {chunk}; set page_size: "
+            f"{math.gcd(chunk, 32)}"
+        )
+    check_model(config, start.device, model.get_num_layers_by_block_type(parallel), *full_shape(vllm_config))
 
 
 def _check_transfer(start: Start, page_size: int) -> None:

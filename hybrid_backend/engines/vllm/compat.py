@@ -91,24 +91,6 @@ def end_with_error(scheduler: Scheduler, request_ids: Iterable[str]) -> None:
     ended.update(request_ids if isinstance(ended, set) else dict.fromkeys(request_ids))
 
 
-def most_active(scheduler: Scheduler) -> int:
-    """Return how many requests the scheduler lets run at once.
-
-    Since 0.32 ``Scheduler.max_num_active_reqs`` limits the requests that run, and ``max_num_running_reqs`` is the size
-    of the model runner. Until 0.31 the latter is both.
-    """
-    return int(getattr(scheduler, _active_attribute(scheduler)))
-
-
-def set_most_active(scheduler: Scheduler, requests: int) -> None:
-    """Let so many requests run at once. Running requests go on if there are more."""
-    setattr(scheduler, _active_attribute(scheduler), requests)
-
-
-def _active_attribute(scheduler: Scheduler) -> str:
-    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
-
-
 def binds_engines_apart() -> bool:
     """Tell whether a CPU's engines of data parallelism have NUMA nodes of their own, as they do since vLLM 0.33."""
     from vllm.utils.cpu_resource_utils import get_visible_memory_node

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import GPU_WORKER
+from hybrid_backend.engines.vllm.layer_kinds import full_shape
 from hybrid_backend.engines.vllm.platform import RequestHooks, prepare
 from hybrid_backend.engines.vllm.settings import chosen, replace_config
 from hybrid_backend.errors import ModelError
@@ -126,10 +127,11 @@ def _rank_shape(vllm_config: VllmConfig) -> ModelShape:
         if not stored:
             raise ModelError("its quantised weights are not here yet")
         shape = replace(shape, weight_bytes=stored)
+    full = full_shape(vllm_config)
     return replace(
         shape,
-        heads=model.get_num_attention_heads(parallel),
-        kv_heads=model.get_num_kv_heads(parallel),
+        heads=full.heads,
+        kv_heads=full.kv_heads,
         intermediate=shape.intermediate // ranks,
         vocab=shape.vocab // ranks,
         weight_bytes=shape.weight_bytes // ranks,

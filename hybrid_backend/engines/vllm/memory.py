@@ -9,6 +9,7 @@ import torch
 
 from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm.compat import binds_engines_apart
+from hybrid_backend.engines.vllm.layer_kinds import full_shape, has_local_layers, local_layers
 from hybrid_backend.engines.vllm.settings import add_option
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.host_memory import Room, System, room
@@ -42,7 +43,7 @@ def size_host_pool(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool, 
     # vLLM's own default is 92 % of the node's memory.
     cache.kv_cache_memory_bytes = choose_pool(size, pool_room)
     block_bytes = _block_bytes(vllm_config)
-    if cache.num_gpu_blocks_override is not None and model.get_sliding_window() is None:
+    if cache.num_gpu_blocks_override is not None and not has_local_layers(model):
         size = PoolSize("--num-gpu-blocks-override", cache.num_gpu_blocks_override * block_bytes)
         choose_pool(size, pool_room)
     if model.original_max_model_len != -1:  # Otherwise vLLM shortens the longest sequence to what fits.
@@ -82,10 +83,8 @@ def _chosen_size(vllm_config: VllmConfig, config: HybridConfig, on_cpu: bool) ->
 def _block_bytes(vllm_config: VllmConfig) -> int:
     """Return the bytes of one block in all layers with full attention, on one rank."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    kinds = getattr(model.hf_text_config, "layer_types", None) if model.get_sliding_window() is not None else None
-    layers = model.get_num_layers_by_block_type(vllm_config.parallel_config)
-    if kinds:
-        layers = sum(kind != "sliding_attention" for kind in kinds)
+    kinds = local_layers(model)
+    layers = kinds.count(False) if kinds else model.get_num_layers_by_block_type(vllm_config.parallel_config)
     dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
-    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
-    return KvFormat(kv_heads, cache.block_size, model.get_head_size(), dtype).page_bytes * layers
+    shape = full_shape(vllm_config)
+    return KvFormat(shape.kv_heads, cache.block_size, shape.head_dim, dtype).page_bytes * layers

@@ -22,7 +22,7 @@ class HybridOutput(ModelRunnerOutput):
 
     CPU partials missed the deadline or could not be computed (``why``). So the tokens of the requests ``failed`` and
     the KV of ``blocks`` are wrong. The rows of the requests ``unfinished`` wait (`HybridRuntime.unfinished`). ``room``
-    limits the requests that may start (`HybridRuntime.room`).
+    limits the requests that may start (`step.method.request_room`).
     """
 
     why: str = ""

@@ -43,6 +43,7 @@ OBSTACLES: tuple[Refusal[VllmConfig], ...] = (
         _FIX,
     ),
     Refusal("sliding-window layers", lambda config: config.model_config.get_sliding_window() is not None, _FIX),
+    Refusal("chunked local attention", lambda config: config.model_config.attention_chunk_size, _FIX),
     Refusal(
         "layers of other kinds than attention, whose state takes every token once",
         lambda config: config.model_config.is_hybrid,

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from hybrid_backend.batch import RequestRoom
-from hybrid_backend.engines.vllm.compat import end_with_error, most_active, set_most_active
+from hybrid_backend.engines.vllm.compat import end_with_error
 from hybrid_backend.engines.vllm.outputs import HybridOutput
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _logger = init_logger("vllm.hybrid_backend")
 class Recomputing(Scheduler):
     """Mixin for both of vLLM's schedulers, which takes failed steps back.
 
-    A method may limit the requests that run (`HybridRuntime.room`). The limit of the last step whose output has arrived
+    A method may limit the requests that run (`step.method.request_room`). The limit of the last step whose output has arrived
     holds for the next step that is scheduled.
     """
 
@@ -40,7 +40,7 @@ class Recomputing(Scheduler):
         super().__init__(*args, **kwargs)
         self._tokens_at_failure: dict[str, int] = {}  # The lengths of requests when their last step failed.
         self._room: RequestRoom | None = None
-        self._most_active = most_active(self)
+        self._most_active: int = self.max_num_active_reqs
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         active = self._most_active
@@ -48,7 +48,7 @@ class Recomputing(Scheduler):
             running, waiting = ([request.num_tokens for request in queue] for queue in (self.running, self.waiting))
             started = len(running) + self.num_waiting_for_streaming_input
             active = min(active, started + self._room.startable(running, waiting))
-        set_most_active(self, active)
+        self.max_num_active_reqs: int = active
         return super().schedule(*args, **kwargs)
 
     def update_from_output(

@@ -43,7 +43,7 @@ from hybrid_backend.engines.vllm.environment import check_environment
 from hybrid_backend.engines.vllm.settings import attached_config, chosen
 from hybrid_backend.errors import EngineError
 from hybrid_backend.host_memory import System
-from hybrid_backend.model import has_delta_nets
+from hybrid_backend.model_layers import has_delta_nets
 from hybrid_backend.workers.cpus import Topology
 
 NAME = "vLLM"

@@ -12,10 +12,11 @@ from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.attention.lookahead import Layer
-from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure
+from hybrid_backend.batch import Batch, LayerShape, ModelSpec, Step, StepFailure
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm import OWN_BACKEND
 from hybrid_backend.engines.vllm.layer import HybridImpl
-from hybrid_backend.engines.vllm.model_hooks import attention_layers, full_attention
+from hybrid_backend.engines.vllm.model_hooks import attention_layers, chunk_of, full_attention, window_of
 from hybrid_backend.engines.vllm.model_runner import watch_batches, without_tokens
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnreadRank, checked
 from hybrid_backend.engines.vllm.parking import parks_rows
@@ -23,6 +24,7 @@ from hybrid_backend.engines.vllm.request_budget import requested_budget
 from hybrid_backend.engines.vllm.sinks import Sinks
 from hybrid_backend.errors import EngineError
 from hybrid_backend.runtime import HybridRuntime
+from hybrid_backend.step.method import request_room
 from hybrid_backend.workers import Rank
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ class Session:
 
     Attributes:
         runtime: the runtime of this worker.
-        pages_per_block: pages in one block of the engine, which may be wider for the state of layers that are not ours.
+        pages_per_block: pages in one block of the layers with full attention. vLLM widens blocks until all layers'
+            blocks have the same bytes: for the state of layers that are not ours, and for local layers of another
+            shape.
         is_scheduled: a batch of the scheduler runs, and not a warm-up or a capture of the model runner.
     """
 
@@ -59,17 +63,24 @@ class Session:
         config: HybridConfig,
         device: torch.device,
         on_host: Callable[[Tensor], Tensor],
+        block_size: int,
     ) -> None:
         """Build the runtime for vLLM's model runner.
 
-        ``on_host`` returns the host's tensor over the memory of a layer's KV cache, which the device may see as its
-        own.
+        Args:
+            runner: the model runner, whose KV cache is allocated.
+            vllm_config: vLLM's configuration.
+            config: our configuration.
+            device: device of the model runner.
+            on_host: returns the host's tensor over the memory of a layer's KV cache, which the device may see as its
+                own.
+            block_size: tokens in a block of the layers with full attention.
         """
         self._runner = runner
         layers = attention_layers(runner.get_model())
         attentions = [layer.attention for layer in layers]
         ours = [attention for attention in attentions if isinstance(attention.impl, HybridImpl)]
-        full = _full_layer(attentions, ours)
+        full = _full_layer(attentions)
         self._sinks = Sinks([attention.impl for attention in attentions])
         model = _model_spec(layers, full, vllm_config, self._sinks)
         views = [as_pages(a.kv_cache if a in ours else full.kv_cache[:0]) for a in attentions]
@@ -85,7 +96,8 @@ class Session:
         # vLLM reads the output of the first rank only.
         self._unread_rank = UnreadRank() if vllm_config.parallel_config.rank else None
         self._full_layers = full_attention(layers)
-        self.pages_per_block = vllm_config.cache_config.block_size // config.page_size
+        self._chunk_layers = {attention.layer_name for attention in attentions if chunk_of(attention) is not None}
+        self.pages_per_block = block_size // config.page_size
         for index, attention in enumerate(attentions):
             if attention in ours:
                 attention.impl.bind(self.runtime, index, self._unread_rank)
@@ -133,6 +145,10 @@ class Session:
         self._step = self.runtime.begin_step(batch)
         return self._step
 
+    def has_chunks(self, layer_names: Sequence[str]) -> bool:
+        """Tell whether these layers, which share their metadata, attend within chunks of the sequence."""
+        return not self._chunk_layers.isdisjoint(layer_names)
+
     @contextmanager
     def scheduled(self) -> Iterator[None]:
         """Run a batch of the scheduler in the context. Other batches are warm-ups and captures of the model runner."""
@@ -168,9 +184,9 @@ class Session:
         if step is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            output = CheckedOutput(output, lambda: self.failure(step), self.runtime.room())
+            output = CheckedOutput(output, lambda: self.failure(step), request_room(self.runtime.method))
         elif output is not None:
-            output = checked(output, self.failure(step), self._unfinished, self.runtime.room())
+            output = checked(output, self.failure(step), self._unfinished, request_room(self.runtime.method))
         if self._unread_rank is not None:
             self._unread_rank.check(output)
         return output
@@ -198,41 +214,53 @@ class Session:
         self._batch = batch
 
 
-def _full_layer(attentions: Sequence[Any], ours: Sequence[Any]) -> Any:
+def _full_layer(attentions: Sequence[Any]) -> Any:
     """Return a layer with full attention.
 
     Raises:
-        EngineError: no layer has full attention, or the layers with our backend have different shapes.
+        EngineError: no layer has full attention.
     """
     if not attentions:
         raise EngineError(
             "vLLM gave no layer to the hybrid backend, as its platform is not ours; "
             "unset VLLM_TARGET_DEVICE and VLLM_PLUGINS, which keep platform plugins out"
         )
-    full = next((attention for attention in attentions if attention.sliding_window is None), None)
+    full = next((attention for attention in attentions if window_of(attention) is None), None)
     if full is None:
         raise EngineError("the model has no layer with full attention: nothing to offload")
-    shapes = {(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in ours}
-    if len(shapes) != 1:
-        raise EngineError(f"layers of different shape are not supported: {sorted(shapes)}")
     return full
 
 
+def _shape(attentions: Sequence[Any], kind: str) -> LayerShape | None:
+    """Return the shape of all these layers with our backend; None if there are none.
+
+    Raises:
+        EngineError: the layers have different shapes.
+    """
+    ours = [attention for attention in attentions if isinstance(attention.impl, HybridImpl)]
+    shapes = {LayerShape(a.num_heads, a.num_kv_heads, a.head_size, a.impl.scale) for a in ours}
+    if len(shapes) > 1:
+        raise EngineError(f"{kind} layers of different shape are not supported: {sorted(shapes)}; {OWN_BACKEND}")
+    return shapes.pop() if shapes else None
+
+
 def _model_spec(layers: Sequence[Layer], full: Any, vllm_config: VllmConfig, sinks: Sinks) -> ModelSpec:
-    """Return the model as the runtime sees it, with the shape of the layer ``full``."""
+    """Return the model as the runtime sees it; ``full`` is a layer with full attention."""
+    attentions = [layer.attention for layer in layers]
+    full_shape = _shape([a for a in attentions if window_of(a) is None], "full-attention")
+    window_shape = _shape([a for a in attentions if window_of(a) is not None], "sliding-window")
+    assert full_shape is not None
     return ModelSpec(
         num_layers=len(layers),
-        num_heads=full.num_heads,
-        num_kv_heads=full.num_kv_heads,
-        head_dim=full.head_size,
-        scale=full.impl.scale,
+        **full_shape._asdict(),
         dtype=full.kv_cache_torch_dtype,
-        windows=tuple(layer.attention.sliding_window for layer in layers),
+        windows=tuple(map(window_of, attentions)),
         max_tokens=vllm_config.model_config.max_model_len,
         hidden=vllm_config.model_config.get_hidden_size(),
         parks=parks_rows(vllm_config),
         layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
         sinks=sinks.layers,
+        window_shape=None if window_shape == full_shape else window_shape,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, find_config, resolve_config
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
+from hybrid_backend.engines.vllm.layer_kinds import full_shape
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import with_method
 
@@ -66,10 +67,8 @@ def unread_file(model_name: str, mapping: Mapping[str, object]) -> str:
 
 def _with_method(vllm_config: VllmConfig, config: HybridConfig) -> HybridConfig:
     """Return ``config`` with the name of the method that ``method: auto`` stands for on the engine's device."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     device = torch.device(vllm_config.device_config.device_type)
-    return with_method(config, heads, kv_heads, model.get_head_size(), device)
+    return with_method(config, *full_shape(vllm_config), device)
 
 
 def replace_config(vllm_config: VllmConfig, config: HybridConfig) -> None:

@@ -45,10 +45,10 @@ SYMBOLS: Table = {
             "tensor_parallel_size use_ubatching worker_cls world_size"
         ),
         "vllm.config.model:ModelConfig": (
-            "dtype get_head_size get_hidden_size get_num_attention_heads get_num_kv_heads "
+            "attention_chunk_size dtype get_head_size get_hidden_size get_num_attention_heads get_num_kv_heads "
             "get_num_layers_by_block_type get_sliding_window hf_config hf_text_config is_attention_free "
-            "is_encoder_decoder is_hybrid max_model_len model original_max_model_len quantization revision "
-            "runner_type served_model_name use_mla using_transformers_backend"
+            "is_encoder_decoder is_hybrid max_model_len model model_arch_config original_max_model_len quantization "
+            "revision runner_type served_model_name use_mla using_transformers_backend"
         ),
         "vllm.config.compilation:CompilationConfig": (
             "inductor_compile_config splitting_ops splitting_ops_contain_attention static_forward_context"
@@ -95,6 +95,7 @@ SYMBOLS: Table = {
         "vllm.model_executor.layers.attention:Attention": (
             "head_size impl kv_cache kv_cache_torch_dtype layer_name num_heads num_kv_heads sliding_window"
         ),
+        "vllm.model_executor.layers.attention.chunked_local_attention:ChunkedLocalAttention": "attention_chunk_size",
         "vllm.utils.torch_utils:direct_register_custom_op": (
             "(op_name op_func mutates_args fake_impl target_lib dispatch_key)"
         ),

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.start import start_lines
 from hybrid_backend.engines.vllm.checks import check_engine_config
-from hybrid_backend.engines.vllm.model_hooks import attach_inputs, attach_lookahead, check_groups
+from hybrid_backend.engines.vllm.model_hooks import attach_inputs, attach_lookahead, block_size_of
 from hybrid_backend.engines.vllm.parking import parks_rows
 from hybrid_backend.engines.vllm.session import Session, global_rank
 from hybrid_backend.engines.vllm.settings import attached_config
@@ -51,10 +51,10 @@ class HybridWorker(_Worker):
             attach_inputs(self.model_runner.get_model(), self.vllm_config, self.hybrid_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        check_groups(self.model_runner.get_model(), kv_cache_config)
+        block_size = block_size_of(self.model_runner.get_model(), kv_cache_config)
         super().initialize_from_config(kv_cache_config)
         self.session = Session(
-            self.model_runner, self.vllm_config, self.hybrid_config, self.device, on_host=self.on_host
+            self.model_runner, self.vllm_config, self.hybrid_config, self.device, self.on_host, block_size
         )
         runtime, rank = self.session.runtime, global_rank(self.vllm_config.parallel_config)
         if has_kv_transfer_group():

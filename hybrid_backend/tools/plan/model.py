@@ -19,11 +19,11 @@ from hybrid_backend.model import (
     DTYPES,
     WEIGHTS_INDEX,
     ModelShape,
-    is_quantised,
     read_json,
     shape_from_config,
     weight_bytes,
 )
+from hybrid_backend.model_layers import is_quantised
 from hybrid_backend.tools.hub import check_hub, resolve_model
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import models_dir

@@ -167,7 +167,7 @@ def make_plan(request: Request) -> Plan:
         context=request.context,
         batch=request.batch,
         page_size=request.config.page_size,
-        block_bytes=blocks.block_bytes,
+        block_bytes=blocks.page_bytes,
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
         rows=rows,
@@ -268,7 +268,7 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     """Describe how the engine divides a device that is too small for a host pool of this size."""
     if not isinstance(candidate, MethodMemory):
         return None
-    pool = memory.pages * candidate.blocks.block_bytes
+    pool = memory.pages * candidate.blocks.page_bytes
     card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
     config, _ = card.with_whole_layers(candidate.config, batch)
     layers = config.whole_layers
@@ -300,7 +300,7 @@ def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime |
     shape, config, cpu_rows = request.shape, request.config, min(batch, cpu_rows)
     device_rows, gpus = batch - cpu_rows, hardware.gpus
     if cpu_rows and device_rows and hardware.device == "gpu":
-        # apex starts no request that would slow down those on the device (`HybridRuntime.room`).
+        # apex starts no request that would slow down those on the device (`Apex.room`).
         times, rows = LayerTimes.of(hardware, shape), -(-device_rows // gpus)
         hidden = hidden_tokens(times, shape.layers, rows, rows * request.context, may_overlap=True)
         cpu_rows = min(cpu_rows, gpus * int(hidden // request.context))

@@ -170,9 +170,15 @@ def wrap(model: Any) -> Network:
     """Return a loaded causal language model as a `Network`.
 
     Raises:
-        ModelError: the model has layers other than attention, or no full attention.
+        ModelError: layers are of another kind than full and sliding-window attention, or differ in shape, or none is
+            full.
     """
     config = model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ModelError(
+            f"model type {config.model_type!r} cannot be profiled: it has layers that attend chunks of the sequence "
+            "(attention_chunk_size); serve it with the default configuration"
+        )
     decoder = model.get_decoder()
     modules = list(decoder.layers)
     window = getattr(config, "sliding_window", None)
@@ -190,13 +196,19 @@ def wrap(model: Any) -> Network:
         layers.append(Layer(index, module, window if kind == "sliding_attention" else None))
     if all(layer.window is not None for layer in layers):
         raise ModelError("all layers of this model attend a sliding window: there is nothing to offload")
+    sizes = sorted({int(layer.attention.head_dim) for layer in layers})
+    if len(sizes) > 1:
+        raise ModelError(
+            f"model type {config.model_type!r} cannot be profiled: its layers have heads of {sizes[0]} and {sizes[1]} "
+            "channels; serve it with the default configuration"
+        )
     return Network(
         model=model,
         decoder=decoder,
         layers=tuple(layers),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=int(layers[0].attention.head_dim),
+        head_dim=sizes[0],
         max_context=int(config.max_position_embeddings),
     )
 

@@ -84,7 +84,7 @@ const char* hb_variant_name(int operation, int variant);
 // 1 if this CPU runs the variant, and the variant has the model's shape.
 int hb_variant_runs(int operation, int variant, const hb_model* model);
 // Sets the order in which HB_CHOSEN tries variants for the model's class of shapes: its element type, head_dim up to
-// 64, 128 or 256, and group 1, 2, up to 4 or more. order: [hb_variant_count] variant numbers. Call it before any other
+// 64, 128 or 512, and group 1, 2, up to 4 or more. order: [hb_variant_count] variant numbers. Call it before any other
 // thread uses the library.
 int hb_set_variant_order(int operation, const hb_model* model, const int* order);
 // Times each variant up to `rounds` times on a small job of the model's shape, in this thread. seconds:

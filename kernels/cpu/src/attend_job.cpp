@@ -21,7 +21,7 @@ constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 void check_model(const hb_model& m) {
   require(m.type >= BF16 && m.type <= FP32, "element type must be bf16, fp16 or fp32");
   require(m.head_dim >= 16 && m.head_dim <= kMaxHeadDim && m.head_dim % 16 == 0,
-          "head_dim must be a multiple of 16 up to 256");
+          "head_dim must be a multiple of 16 up to 512");
   require(m.group >= 1 && m.group <= kMaxGroup, "a KV head must serve 1 to 16 query heads");
   require(m.page_size >= 16 && m.page_size <= kMaxPageSize && m.page_size % 16 == 0,
           "page_size must be a multiple of 16 up to 128");

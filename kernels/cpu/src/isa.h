@@ -7,7 +7,7 @@
 
 enum ElementType { BF16 = 0, FP16 = 1, FP32 = 2 };
 
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr int kMaxGroup = 16;
 constexpr int kMaxPageSize = 128;
 constexpr int kScoreTile = 4;  // pages scored together

@@ -86,7 +86,7 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
   return guarded([&] {
     const hb_build_digests_args& a = *args;
     const hb_model model = hb::model_of(a.kv, 1, 1);
-    require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 256");
+    require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 512");
     const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
     const int64_t row = hb::row_bytes(a.kv);
     const Isa* isa = coder(model, a.digest_format);

@@ -98,6 +98,6 @@ inline int pick(Rng& rng, std::initializer_list<int> from) { return *(from.begin
 
 inline Job random_job(Rng& rng) {
   const int kv_heads = pick(rng, {1, 2, 3});
-  return Job(rng, pick(rng, {16, 64, 80, 96, 128, 256}), 1 + rng() % 16, pick(rng, {16, 32, 64, 128}), kv_heads,
+  return Job(rng, pick(rng, {16, 64, 80, 96, 128, 256, 512}), 1 + rng() % 16, pick(rng, {16, 32, 64, 128}), kv_heads,
              1 + rng() % 4, pick(rng, {1, kv_heads}), 1 + rng() % 20);
 }

@@ -62,12 +62,14 @@ struct Codes {
     const int stride = kernels.table_bytes(layout.planes), dim = layout.dim;
     std::vector<uint8_t> tables((size_t)group * stride);
     std::vector<float> factor(group), offset(group), variance(group, kVariance), sums(group * kScoreTile);
+    // VBMI has half as many steps for an entry where 16 lookups, not 8, share a byte: for more than 48 planes.
+    const double bound = dim > 256 ? 0.4 : 0.25;
     for (int g = 0; g < group; g++) {
       uint8_t* own = &tables[g * stride];
       factor[g] = kernels.tables(&x[g * dim], layout.fine, layout.coded, own, &offset[g]);
       const double said = factor[g] * kernels.steps(own, token(1, 3), layout.planes) + offset[g];
-      EXPECT(std::fabs(said - sum(g, 1, 3)) < 0.25 * std::sqrt((float)dim), "%s, head_dim %d, page size %d: %g, not %g",
-             name, dim, layout.page_size, said, sum(g, 1, 3));
+      EXPECT(std::fabs(said - sum(g, 1, 3)) < bound * std::sqrt((float)dim),
+             "%s, head_dim %d, page size %d: %g, not %g", name, dim, layout.page_size, said, sum(g, 1, 3));
     }
     const CodeQuery query{group,         layout.page_size / 16, layout.planes,   tables.data(),
                           factor.data(), offset.data(),         variance.data(), stride};
@@ -87,7 +89,7 @@ struct Codes {
 // By every kernel that this CPU runs, not only the best one.
 void test_codes() {
   Rng rng(5);
-  for (const int dim : {16, 48, 64, 80, 96, 128, 256})
+  for (const int dim : {16, 48, 64, 80, 96, 128, 256, 512})
     for (const int page_size : {16, 32, 128})
       for (const int group : {1, 2, 3, 4, 7, 16})
         for (int kind = 0; kind < Codes::KINDS; kind++) {

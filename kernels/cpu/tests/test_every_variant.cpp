@@ -232,7 +232,7 @@ void test_every_variant() {
       for (const bool extreme : {false, true}) check_bytes(rng, heads, 1 + (int)(rng() % 5), width, extreme);
   for (int type = 0; type < 3; type++) {
     for (const int n : {32, 96, 160, 1024}) check_digests(rng, type, n);
-    for (const int dim : {16, 64, 80, 256})
+    for (const int dim : {16, 64, 80, 256, 512})
       for (const int group : {1, 3, 4}) {
         check_prompt(rng, type, dim, group, 41, 0, 1 << 20, false);
         check_prompt(rng, type, dim, group, 5, 150, 1 << 20, true);

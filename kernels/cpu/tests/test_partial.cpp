@@ -75,7 +75,7 @@ void test_variants() {
   Rng rng(13);
   struct {
     int dim, group, page_size;
-  } const shapes[] = {{64, 1, 32}, {128, 4, 16}, {256, 8, 128}, {80, 3, 16}, {16, 16, 16}};
+  } const shapes[] = {{64, 1, 32}, {128, 4, 16}, {256, 8, 128}, {512, 8, 16}, {80, 3, 16}, {16, 16, 16}};
   for (const auto& shape : shapes)
     for (int type = 0; type < 3; type++)
       for (int operation = 0; operation < hb_operation_count(); operation++) {

@@ -56,6 +56,7 @@ from tests.engines.vllm.families import (
     IMAGE,
     IMAGE_BEGINS,
     IMAGE_ENDS,
+    LOCAL,
     PARKED,
     VISION,
     VOCABULARY,
@@ -84,7 +85,7 @@ TOKENS, FEW = 24, 5
 PROMPTS = [20, 200, 500, 90]
 ALONE = PROMPTS[1:2]
 LONG = 120  # tokens, over which sequences grow by some blocks
-BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40}
+BLOCKS = {"lfm2": 40, "nemotron_h": 40, "granite4": 24, "qwen3_next": 40, "gemma4_wide": 40, "llama4": 48}
 _SERVED = {"model": {"match": "*"}, "page_size": PAGE}  # all else as on a CPU by default: in place
 _EXACT = {
     **_SERVED,
@@ -355,7 +356,7 @@ def kept_state(model: Path) -> dict[str, Any]:
     with engine(model, **little) as llm:
         found["stock"] = generate(llm, LONG)
         found["again_stock"] = [generate(llm, LONG, [500]) for _ in range(2)]
-    with engine(model, _ON_CPU, **little) as llm:
+    with engine(model, _SERVED if model.name in LOCAL else _ON_CPU, **little) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
         preempt, preempted = scheduler._preempt_request, []
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engines.probes import ROOT, Probe, run
-from tests.engines.vllm.families import FINDS_PREFIXES, MODELS, PARKED, QUANTISED, WITH_STATE
+from tests.engines.vllm.families import FINDS_PREFIXES, LOCAL, MODELS, PARKED, QUANTISED, WITH_STATE
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,7 @@ EXACT = [name for name in FAMILIES if name not in QUANTISED]
 # Others' layers are not called as vLLM calls its own.
 PREDICTED = [name for name in FAMILIES if name != "glm"]
 NOT_RELOADED = [
-    *("gemma3", "gemma4", "gpt2", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss"),
+    *("gemma3", "gemma4", "gemma4_wide", "llama4", "gpt2", "qwen3_moe", "olmoe", "glm4_moe", "minimax_m2", "gpt_oss"),
     *("lfm2", "nemotron_h", "granite4", "qwen3_next"),
 ]
 """Families that vLLM's `reload_weights` leaves with other answers than a start with the new weights, the stock backend
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder: Path, request: pytest.FixtureRequest) -> Probe:
     """Serve the families of the selected tests, so that ``-k mixtral`` waits for one; all where a test names none."""
-    names = [*FAMILIES, "llama.methods", "gemma3.methods", *(f"{name}.state" for name in OWN_STATE)]
+    names = [*FAMILIES, "llama.methods", "gemma3.methods", *(f"{name}.state" for name in (*OWN_STATE, *LOCAL))]
     names += ["llama.compiled", "llama.parallel", "gemma3.mostly_full", "gpt_oss.half"]
     tests = [item for item in request.session.items if item.path == request.path]
     chosen = {item.callspec.params.get("family") if hasattr(item, "callspec") else None for item in tests}
@@ -200,6 +200,21 @@ def test_state_of_other_layers_survives_preemption_aborts_and_found_prefixes(see
     assert (found["again_mine"][1]["cached"][0] > 0) == (family in FINDS_PREFIXES)
     assert found["gauges"]["hybrid_resident_requests"] == 1  # the last one, of whose end the next step tells
     assert found["pages_per_block"] == (2 if family == "granite4" else 1)
+
+
+@pytest.mark.parametrize("family", LOCAL)
+def test_windows_of_another_shape_and_chunks_survive_preemption_aborts_and_found_prefixes(
+    seen: Probe, family: str
+) -> None:
+    """The engine frees blocks that no later token attends, and gives them to layers of the other kind."""
+    found = seen(f"{family}.state")
+    assert found["preempted"] > 0
+    assert_same_answers(found["mine"], found["stock"])
+    for mine, stock in zip(found["again_mine"], found["again_stock"], strict=True):
+        assert_same_answers(mine, stock)
+    (cached,) = found["again_mine"][1]["cached"]
+    assert [cached] == found["again_stock"][1]["cached"] and cached > 0
+    assert found["pages_per_block"] == (2 if family == "gemma4_wide" else 1)
 
 
 def test_the_longer_prompts_of_a_model_that_sees_have_images(seen: Probe) -> None:

@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 @given(data=st.data())
 def test_scores(isa, data):
     dtype = data.draw(st.sampled_from(DTYPES))
-    dim, group = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256])), data.draw(st.integers(1, 9))
+    dim, group = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256, 512])), data.draw(st.integers(1, 9))
     kv_heads, columns = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 37))
     how = SelectionConfig(
         granularity=data.draw(st.sampled_from(["layer", "kv_head"])),

@@ -39,7 +39,7 @@ def check(q, layer, ids, valid, scale, isa, tolerance=None):
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_matches_fp64(isa, dtype, data):
-    dim = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256]), label="head_dim")
+    dim = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256, 512]), label="head_dim")
     group = data.draw(st.integers(1, 16), label="group")
     page_size = data.draw(st.sampled_from([16, 32, 64, 128]), label="page_size")
     kv_heads = data.draw(st.integers(1, 3), label="kv_heads")

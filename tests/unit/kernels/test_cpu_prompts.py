@@ -67,7 +67,7 @@ def prompt(
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_prompt_s_attention_is_fp64_s(isa: str, dtype: torch.dtype, data: st.DataObject) -> None:
-    dim = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256]), label="head_dim")
+    dim = data.draw(st.sampled_from([16, 64, 80, 96, 128, 256, 512]), label="head_dim")
     group, kv_heads = data.draw(st.integers(1, 16), label="group"), data.draw(st.integers(1, 3), label="kv_heads")
     tokens = data.draw(st.one_of(st.integers(1, 8), st.integers(1, 300)), label="tokens")
     seq_len = tokens + data.draw(st.one_of(st.just(0), st.integers(0, 400)), label="before")

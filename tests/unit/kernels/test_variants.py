@@ -233,7 +233,7 @@ def first_of(operation: str, variant: str) -> Iterator[None]:
 @native
 @pytest.mark.parametrize("variant", VARIANTS.get("prompt", []))
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 256])
+@pytest.mark.parametrize("dim", [64, 80, 256, 512])
 def test_every_variant_attends_prompts(variant: str, dtype: torch.dtype, dim: int) -> None:
     q, kv, pages, out = prompt(dtype, 6, 2, dim, 150, 400)
     with first_of("prompt", variant):
@@ -246,7 +246,7 @@ def test_every_variant_attends_prompts(variant: str, dtype: torch.dtype, dim: in
     ("operation", "variant"),
     [(operation, variant) for operation in ("digests", "bytes", "codes") for variant in VARIANTS.get(operation, [])],
 )
-@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (8, 128)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (8, 128), (4, 512)])
 def test_every_variant_scores_pages(operation: str, variant: str, group: int, dim: int) -> None:
     rng = torch.Generator().manual_seed(0)
     pages, kv_heads, tokens = 41, 2, 32

@@ -176,6 +176,60 @@ def test_what_googles_gemma_3_leaves_to_its_class_is_known(tmp_path: Path) -> No
     assert (shape.full_layers, shape.windows[0]) == (8, 1024)
 
 
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_global_key_value_heads": 2, "global_head_dim": 512, "attention_k_eq_v": True},  # as published
+        {"per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 2}}},  # as transformers writes it
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_layers_of_gemma_4_have_the_kv_heads_of_their_kind(tmp_path: Path, keys: dict[str, Any]) -> None:
+    shape = find_shape(str(write_config(tmp_path / "m", **_GEMMA4, **keys)))
+    assert shape.heads_of(None) == (shape.kv_heads, shape.head_dim) == (2, 512)
+    assert shape.heads_of(1024) == (8, 256)
+    assert shape.page_bytes(16, 1024) == 2 * shape.page_bytes(16)
+    full, windowed = 64 * 512 * (2 * 8 + 2 * 2), 64 * 256 * (2 * 8 + 2 * 8)
+    assert shape.attention_params == (5 * windowed + full) // 6
+    spec = spec_of(shape)
+    assert spec.full_shape[:3] == spec.shape(5)[:3] == (8, 2, 512)
+    assert spec.shape(0)[:3] == (8, 8, 256)
+
+
+def test_the_kv_heads_of_gemma_4_without_keys_as_values_are_those_of_all_layers(tmp_path: Path) -> None:
+    shape = find_shape(str(write_config(tmp_path / "m", **_GEMMA4, num_global_key_value_heads=2)))
+    assert (shape.heads_of(None), shape.heads_of(1024)) == ((8, 512), (8, 256))
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, (8192, 8192, 8192, None) * 2),
+        ({"no_rope_layers": [1, 0] * 4, "attention_chunk_size": 64}, (64, None) * 4),
+        ({"attention_chunk_size": None}, (None,) * 8),
+    ],
+    ids=str,
+)
+def test_chunks_of_llama_4_are_told_from_full_attention(tmp_path: Path, keys: dict[str, Any], windows: Any) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    folder = write_config(
+        tmp_path / "m", model_type="llama4_text", num_hidden_layers=8, intermediate_size_mlp=200, **experts, **keys
+    )
+    shape = find_shape(str(folder))
+    assert shape.windows == windows
+    assert shape.has_chunks == (None in windows and any(windows))
+    assert shape.intermediate == 200
+    assert shape.experts is not None
+    assert (shape.experts.layers, shape.experts.intermediate, shape.experts.shared) == (4, 96, 96)
+
+
 @pytest.mark.parametrize(
     ("keys", "full"),
     [
@@ -198,6 +252,8 @@ def test_layers_are_told_apart_in_every_way_that_families_name_them(
         ({"attn_layer_period": 8}, "attn_layer_period: which layers attend"),
         ({"attention_chunk_size": 8192}, "attention_chunk_size: which layers attend, and how"),
         ({"layer_types": ["mamba", "mamba"]}, "no layer has full attention"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that share another layer's KV cache"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config: layers of one kind with different KV heads"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers: got 3, expected a list"),
     ],
     ids=lambda each: next(reversed(each)) if isinstance(each, dict) else None,

@@ -23,6 +23,7 @@ from hybrid_backend.host_memory import System
 from hybrid_backend.memory_plan.footprint import UTILIZATION
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
+from hybrid_backend.model_layers import KvHeads
 from hybrid_backend.tools.plan.command import memory, plan, tokens
 from hybrid_backend.tools.plan.local import LocalMachine
 from hybrid_backend.tools.plan.report import Plan, Request, Row, make_plan, serve_flags
@@ -74,6 +75,22 @@ def test_a_shape_without_native_kernels_is_refused_for_quest_and_planned_with_sc
     planned = make_plan(request(shape=odd, hardware=None, gpu_mem=0, ram=256 * GIB))
     assert planned.configured == "scout" and planned.row("scout").refused is None
     assert "needs the native CPU kernels" in str(planned.row("quest").refused)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window_heads": KvHeads(16, 128)}, "windows of another shape than full attention, which is not supported on"),
+        ({"has_chunks": True}, "attention in chunks, which is not supported on a GPU: plan for a CPU"),
+    ],
+    ids=["gemma 4", "llama 4"],
+)
+def test_what_a_gpu_refuses_is_planned_for_a_cpu_only(change: dict[str, Any], message: str) -> None:
+    shape = replace(LLAMA, windows=(1024, None) * 16, **change)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(request(shape=shape))
+    on_cpu = make_plan(request(shape=shape, hardware=None, gpu_mem=0, ram=256 * GIB))
+    assert all(row.refused is None for row in on_cpu.rows)
 
 
 def fits(row: Row, **changes: Any) -> bool:

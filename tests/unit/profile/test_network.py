@@ -73,3 +73,24 @@ def test_a_model_with_layers_of_another_kind_is_refused_by_name() -> None:
     )
     with pytest.raises(ModelError, match="'lfm2' cannot be profiled: layer 0, Lfm2DecoderLayer, is not one of"):
         wrap(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "keys", "message"),
+    [
+        ("Gemma4TextConfig", {"sliding_window": WINDOW, "hidden_size_per_layer_input": 0, "global_head_dim": 32,
+          "layer_types": ["sliding_attention", "full_attention"]}, "heads of 16 and 32 channels; serve it with"),
+        ("Llama4TextConfig", {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "intermediate_size_mlp": 80,
+          "num_local_experts": 2, "pad_token_id": 0}, "layers that attend chunks of the sequence .*; serve it with"),
+    ],
+    ids=["gemma4", "llama4"],
+)  # fmt: skip
+def test_layers_of_unlike_shape_and_in_chunks_are_refused_by_name(
+    class_name: str, keys: dict[str, Any], message: str
+) -> None:
+    config = getattr(transformers, class_name)(
+        vocab_size=128, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, **keys,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match=f"cannot be profiled: .*{message} the default configuration"):
+        wrap(transformers.AutoModelForCausalLM.from_config(config))

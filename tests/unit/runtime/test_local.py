@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_backend.batch import DecodeRows, WindowRows
+from hybrid_backend.batch import DecodeRows, LayerShape, WindowRows
 from hybrid_backend.in_place.windows import decode_windows
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.reference import paged_attention
@@ -48,6 +49,26 @@ def test_rows_of_unlike_length_are_exact_at_every_place_of_the_window(kernel: st
     e.add("late", 40)
     e.step({"b": 1, "late": 40, "d": 1})  # decoding rows beside a prompt
     e.step({"d": 1, "late": 1, "a": 1})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"method": "dense"}, {"method": "scout", "sparse": "never"}], ids=lambda k: k["method"]
+)
+def test_windows_of_another_shape_than_full_attention_are_exact(
+    kernel: str, keys: dict[str, Any], engines: list[Engine]
+) -> None:
+    """More and narrower heads, another scale, as in Gemma 4; beside layers that the method serves as any others."""
+    windows = (24, None, 2 * PAGE, None)
+    model = replace(spec(len(windows), windows), window_shape=LayerShape(6, 3, 32, 0.1))
+    workers = {"threads": 2, "kernel": kernel, "deadline_seconds": 20}
+    e = Engine(config(workers=workers, **keys), model, num_pages=512)
+    engines.append(e)
+    for name, prompt in {"a": 1, "b": PAGE, "c": 3 * PAGE + 5}.items():
+        e.admit(name, prompt, chunk=20)
+    for _ in range(PAGE + 2):
+        e.step(dict.fromkeys("abc", 1))
+    e.add("late", 40)
+    e.step({"b": 1, "late": 40})
 
 
 @given(

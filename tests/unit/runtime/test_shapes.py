@@ -12,7 +12,7 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.step.operations import fitted
 from tests.support.harness import METHODS, PAGE, Engine, config
 
-SHAPES = {"48 query heads per KV head": (48, 1, 32), "heads of 120": (8, 1, 120), "heads of 320": (4, 2, 320)}
+SHAPES = {"48 query heads per KV head": (48, 1, 32), "heads of 120": (8, 1, 120), "heads of 528": (4, 2, 528)}
 
 SERVING = {name: keys for name, keys in METHODS.items() if name != "quest"} | {"auto": {"method": "auto"}}
 

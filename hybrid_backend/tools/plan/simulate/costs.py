@@ -86,9 +86,9 @@ class LayerSizes:
         """True if a step that attends pages in place attends all of them."""
         return self.context <= self.config.budget_tokens or self.config.sparse == "never"
 
-    def kv(self, tokens: float) -> float:
-        """Bytes of K and V of ``tokens`` tokens of each sequence."""
-        return tokens * self.shape.token_bytes * self.rows
+    def kv(self, tokens: float, window: int | None = None) -> float:
+        """Bytes of K and V of ``tokens`` tokens of each sequence in a layer with this window; None: full attention."""
+        return tokens * self.shape.page_bytes(1, window) * self.rows
 
     @cached_property
     def digest_bytes(self) -> float:
@@ -156,17 +156,16 @@ class Costs(LayerSizes):
 
     @cached_property
     def projections(self) -> float:
-        """Seconds of the Q, K and V projections."""
-        return self._query_projection(self.shape.heads + 2 * self.shape.kv_heads)
+        """Seconds of the Q, K and V projections, in the mean of layers with attention."""
+        shape = self.shape
+        weights = shape.attention_params - shape.output_params
+        return self.times.matrices(float(weights * shape.dtype_bytes), self.rows)
 
     @cached_property
     def prediction(self) -> float:
         """Seconds of predicting the next layer's query: one more Q projection."""
-        return self._query_projection(self.shape.heads)
-
-    def _query_projection(self, heads: int) -> float:
         shape = self.shape
-        return self.times.matrices(float(shape.hidden * shape.head_dim * heads * shape.dtype_bytes), self.rows)
+        return self.times.matrices(float(shape.hidden * shape.head_dim * shape.heads * shape.dtype_bytes), self.rows)
 
     @property
     def rest(self) -> float:
@@ -182,7 +181,7 @@ class Costs(LayerSizes):
     def after_attention(self) -> float:
         """Seconds of the O projection and the MLP. Several rows of a mixture of experts read more experts than one."""
         shape = self.shape
-        output = float(shape.hidden * shape.head_dim * shape.heads)
+        output = float(shape.output_params)
         read, multiplied = (output + count for count in (shape.mlp_params(self.rows), shape.mlp_params()))
         return self.times.matrices(read * shape.dtype_bytes, self.rows, multiplied * shape.dtype_bytes)
 

@@ -63,7 +63,7 @@ def layer_works(step_costs: Costs, method: str, is_cpu: bool, cpu_share: float |
             last_full = index
         else:
             attend = step_costs.stock_attention if work is _stock else step_costs.attention
-            yield LayerWork(attend(step_costs.kv(min(window, step_costs.context))))
+            yield LayerWork(attend(step_costs.kv(min(window, step_costs.context), window)))
         ordinal += window != 0
 
 
