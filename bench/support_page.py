@@ -84,8 +84,8 @@ def _versions() -> list[str]:
     return [
         *_table("## Engines", ("engine", "tested", "checked partly", "what `make` installs", "state"), rows),
         '"Tested": all tests have run. "Checked partly": some tests have run. Which tests, and what they gave:',
-        "[versions.md](versions.md), [cuda.md](../lab/cuda.md). vLLM 0.33.0 has no CPU build: its Python sources ran on",
-        "the compiled operators of 0.32.0.",
+        "[versions.md](versions.md), [cuda.md](../lab/cuda.md). vLLM 0.33.0 has no CPU build: its Python sources ran",
+        "on the compiled operators of 0.32.0.",
         "",
         *_table("## Releases", ("hybrid_backend", "vLLM", "SGLang", "Python"), [_release()]),
         "These versions start without a warning. Another version starts with one if it has all that the plugin uses.",

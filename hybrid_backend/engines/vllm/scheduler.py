@@ -32,8 +32,8 @@ _logger = init_logger("vllm.hybrid_backend")
 class Recomputing(Scheduler):
     """Mixin for both of vLLM's schedulers, which takes failed steps back.
 
-    A method may limit the requests that run (`step.method.request_room`). The limit of the last step whose output has arrived
-    holds for the next step that is scheduled.
+    A method may limit the requests that run (`step.method.request_room`). The limit of the last step whose output has
+    arrived holds for the next step that is scheduled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
