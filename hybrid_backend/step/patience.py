@@ -1,4 +1,4 @@
-"""How long a step waits for the CPU workers."""
+"""Longest wait of a step for the CPU workers."""
 
 from __future__ import annotations
 
