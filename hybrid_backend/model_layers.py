@@ -16,7 +16,7 @@ Data = Mapping[str, Any]
 Kind = Literal["full", "local", "other"]
 
 _KINDS: Mapping[str, Kind] = {
-    "full_attention": "full", "attention": "full", "sliding_attention": "local", "chunked_attention": "local",
+    "full_attention": "full", "attention": "full", "sliding_attention": "local",
     "linear_attention": "other", "mamba": "other", "mamba2": "other", "conv": "other",
     "*": "full", "M": "other", "-": "other", "E": "other",  # Nemotron-H: attention, Mamba 2, MLP, experts
 }  # fmt: skip
