@@ -308,9 +308,9 @@ def _measured_orders(
         return _measure_orders(variants, cases)
     digest = hashlib.sha256(library.read_bytes() + repr(running).encode()).hexdigest()[:16]
     path = folder / f"{cpu.vendor or 'cpu'}-{cpu.family}-{cpu.model}-{digest}.json"
-    kept = read_orders(path, running)
-    if kept is not None and kept.is_final:
-        orders = kept.orders
+    earlier = read_orders(path, running)
+    if earlier is not None and earlier.is_final:
+        orders = earlier.orders
     else:
 
         def measure() -> Orders:
