@@ -46,6 +46,7 @@ def _cpu_server(
         hbm_bytes_per_s=Number(value=peak, source=memory),
         hbm_efficiency=Number(value=read / peak, source=reads),
         bf16_flops_per_s=Number(value=cores * hertz * operations, source=f"{sheet}; {operations} per cycle and core"),
+        emulates_bf16=operations <= 32,
         flops_efficiency=Number(value=0.6, source="general figure: large GEMMs reach 50 to 75 % of the peak"),
         device_attention_bytes_per_s=Curve(points=((1.0, KERNEL_SHARE * read),), source=attention),
         host_device_bytes_per_s=Curve(points=((1.0, read / 2),), source="RAM to RAM: each byte is read and written"),

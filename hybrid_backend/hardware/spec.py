@@ -111,6 +111,8 @@ class Hardware(_Frozen):
     """Rate of sequential reads of host memory, by number of threads."""
     cpu_attention_bytes_per_s: Curve
     """Bytes of K and V that CPU attention over scattered pages reads per second, by threads."""
+    emulates_bf16: bool = False
+    """The CPU has no instructions for products in bf16; ``bf16_flops_per_s`` is then its rate in fp32."""
     layer_overhead_s: Number
     """Time of the device per layer beyond bandwidth and FLOP/s: launches and small kernels."""
     step_overhead_s: Number

@@ -71,7 +71,7 @@ def headline(plan: Plan) -> str:
     """Compare the largest batch of the method with stock's at the planned context, in one sentence."""
     row, stock = answer(plan), plan.row("stock")
     if row is None:
-        return f"Nothing holds a single sequence of {plan.context:,} tokens."
+        return _nothing(plan)
     holds = f"{row.name} holds {counted(row.max_batch, 'sequence')} of {plan.context:,} tokens at once, stock "
     if not stock.max_batch:
         return f"{holds}none."
@@ -79,6 +79,30 @@ def headline(plan: Plan) -> str:
     if ratio >= NEAR:
         return f"{holds}{stock.max_batch:,}: {ratio_text(ratio)} times as many."
     return f"{holds}{stock.max_batch:,}: about as many." if ratio > 1 / NEAR else f"{holds}more: {stock.max_batch:,}."
+
+
+def _nothing(plan: Plan) -> str:
+    """Tell what a single sequence lacks, with the method that lacks least, and the fix."""
+
+    def short(row: Row) -> dict[str, int]:
+        need = {"device": row.first_device_bytes - plan.device_limit, "host": row.first_host_bytes - plan.host_limit}
+        return {place: count for place, count in need.items() if count > 0}
+
+    methods, stock = [row for row in plan.rows if row.name != "stock" and not row.refused], plan.row("stock")
+    nearest = min(methods, key=lambda row: sum(short(row).values()))
+    lacks = " and ".join(f"{count / 2**30:.1f} GiB of {_PLACES[place]}" for place, count in short(nearest).items())
+    ways = ["a smaller or a quantised model"]
+    if plan.context > 1024:
+        ways.append("a shorter --context")
+    if "host" in short(nearest):
+        ways.append(f"--ram {math.ceil(nearest.first_host_bytes / 2**30) * plan.devices}GiB")
+    if "device" in short(nearest):
+        ways.append("a larger device")
+    nothing = f"Stock holds {stock.max_batch:,}, and no method" if stock.max_batch else "Nothing"
+    return (
+        f"{nothing} holds a single sequence of {plan.context:,} tokens: {nearest.name} lacks {lacks or 'memory'} for "
+        f"one. Plan {', or '.join(ways)}."
+    )
 
 
 def meaning(plan: Plan, row: Row) -> str:

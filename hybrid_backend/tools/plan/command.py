@@ -104,6 +104,8 @@ def plan(
         typer.echo(json.dumps(asdict(planned), indent=1))
     else:
         show(planned, _serve(named, config, overrides or []), Console())
+        if not any(row.max_batch for row in planned.rows):
+            raise typer.Exit(1)
 
 
 def check_devices(

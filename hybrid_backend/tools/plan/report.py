@@ -33,6 +33,8 @@ from hybrid_backend.tools.plan.simulate import StepTime, decode_step, simulated_
 
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
 """Limits of the search for the largest batch and context."""
+BF16_EMULATION = 5.0
+"""Ratio of a prompt's time in emulated bf16 to that in fp32 (measured: docs/start/cpu.md, first tokens)."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Row:
         parts_ms: parts of the simulated step, with ``max_batch`` if the planned batch does not fit.
         otherwise: what the engine does if the device does not hold all exact layers whole.
         exact_tokens: longest context that a decode step attends whole; None: any.
+        first_device_bytes: device memory of one sequence.
+        first_host_bytes: host memory of one sequence.
     """
 
     name: str
@@ -102,6 +106,8 @@ class Row:
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     otherwise: str | None = None
     exact_tokens: int | None = None
+    first_device_bytes: int = 0
+    first_host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ class Plan:
         device_limit: bytes that the engine may take of one device.
         host_limit: bytes that one device's server may take of the host.
         has_times: the rates of the machine are known.
+        prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU; None on a GPU, or without rates.
+        emulates_bf16: the CPU emulates bfloat16, in which the model is planned; ``prompt_s`` includes that.
     """
 
     model: ModelShape
@@ -127,6 +135,8 @@ class Plan:
     host_limit: int
     rows: tuple[Row, ...]
     has_times: bool = True
+    prompt_s: float | None = None
+    emulates_bf16: bool = False
 
     def row(self, name: str) -> Row:
         """Return the entry of the plan for the method ``name``."""
@@ -172,7 +182,24 @@ def make_plan(request: Request) -> Plan:
         host_limit=room.limit("host"),
         rows=rows,
         has_times=request.hardware is not None,
+        prompt_s=_prompt_seconds(request),
+        emulates_bf16=_emulates_bf16(request),
     )
+
+
+def _emulates_bf16(request: Request) -> bool:
+    return request.hardware is not None and request.hardware.emulates_bf16 and request.shape.dtype == "bfloat16"
+
+
+def _prompt_seconds(request: Request) -> float | None:
+    """Return the seconds that a CPU takes for a prompt, which every method computes densely; None on a GPU."""
+    hardware, shape, tokens = request.hardware, request.shape, request.context
+    if hardware is None or hardware.device != "cpu":
+        return None
+    times = LayerTimes.of(hardware, shape)
+    weights = 2.0 * shape.layers * shape.layer_params * tokens / hardware.flops_achieved
+    attention = shape.full_layers * times.prompt_attention(tokens * (tokens + 1) / 2)
+    return (weights + attention) * (BF16_EMULATION if _emulates_bf16(request) else 1.0)
 
 
 def _planned_methods(configured: str, device: torch.device, all_methods: bool) -> list[str]:
@@ -223,7 +250,7 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
         resolve_method(candidate.name).exact_tokens(request.config) if candidate.name in method_names() else math.inf
     )
     batch = -(-request.batch // devices)
-    memory = candidate.memory(request.context, batch)
+    memory, first = candidate.memory(request.context, batch), candidate.memory(request.context, 1)
     why_not = memory.missing(room)
     places: tuple[Place, ...] = ("host",) if room.on_host else ("device", "host")
     batches = {
@@ -255,6 +282,8 @@ def _row(candidate: Candidate, request: Request, room: MemoryRoom, devices: int)
         if batches.get("device", batch) < batch
         else None,
         exact_tokens=None if math.isinf(exact) else int(exact),
+        first_device_bytes=first.at("device"),
+        first_host_bytes=first.at("host"),
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning, ratio_text, times_stock
-from hybrid_backend.tools.plan.report import Plan, Row, serve_flags
+from hybrid_backend.tools.plan.report import BF16_EMULATION, Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
 _MEMORY_COLUMNS = ("fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext")
@@ -127,6 +127,24 @@ def _exactness(plan: Plan, row: Row, exact_tokens: int) -> str:
     return f"{row.name}: exact up to {limit}; beyond that decoding leaves pages out"
 
 
+def _prompts(plan: Plan, seconds: float) -> str:
+    """Tell how long prompts take, which every method computes densely."""
+    together = f", {plan.batch} of them {_duration(plan.batch * seconds)}" if plan.batch > 1 else ""
+    text = (
+        f"a prompt of {plan.context:,} tokens takes about {_duration(seconds)}{together}, with stock as with any method"
+    )
+    if not plan.emulates_bf16:
+        return text
+    faster = _duration(seconds / BF16_EMULATION)
+    return f"{text}: this CPU emulates bfloat16. In float32 (--dtype float32, twice the weights) it takes {faster}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 90 * 60 else f"{seconds / 3600:.2g} h"
+
+
 def _notes(plan: Plan) -> list[str]:
     notes = [f"{row.name}: {row.refused}" for row in plan.rows if row.refused]
     short: dict[str, list[str]] = {}
@@ -138,6 +156,8 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
     if (chosen := answer(plan)) is not None and chosen.exact_tokens:
         notes.append(_exactness(plan, chosen, chosen.exact_tokens))
+    if plan.prompt_s is not None:
+        notes.append(_prompts(plan, plan.prompt_s))
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:
         notes.append(

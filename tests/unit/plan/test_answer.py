@@ -171,7 +171,32 @@ def test_one_sequence_is_no_sequences() -> None:
 def test_nothing_that_fits_is_said() -> None:
     found = plan(None, gpu_mem=8 * GIB, ram=512 * GIB)
     assert answer(found) is None
-    assert headline(found) == "Nothing holds a single sequence of 65,536 tokens."
+    start, _, fix = headline(found).partition(" Plan ")
+    assert start.startswith("Nothing holds a single sequence of 65,536 tokens: ")
+    assert start.endswith(" GiB of device memory for one.")
+    assert fix == "a smaller or a quantised model, or a shorter --context, or a larger device."
+
+
+def test_a_host_that_holds_nothing_is_told_how_much_it_takes() -> None:
+    """The memory that is named holds one sequence, and a tenth less does not."""
+    small = plan(None, gpu_mem=0, ram=24 * GIB)
+    named = int(re.findall(r"--ram (\d+)GiB", headline(small))[0])
+    assert answer(small) is None
+    assert answer(plan(None, gpu_mem=0, ram=named * GIB)) is not None
+    assert answer(plan(None, gpu_mem=0, ram=int(0.9 * named) * GIB)) is None
+
+
+def test_the_time_of_a_prompt_on_a_cpu_is_five_times_longer_where_bf16_is_emulated() -> None:
+    avx2, fp32, amx = (
+        plan(machine, gpu_mem=None, ram=256 * GIB, shape=replace(QWEN3_14B, dtype=dtype))
+        for machine, dtype in (("epyc-7313", "bfloat16"), ("epyc-7313", "float32"), ("xeon-6426y", "bfloat16"))
+    )
+    assert avx2.prompt_s is not None and fp32.prompt_s is not None and amx.prompt_s is not None
+    assert avx2.emulates_bf16 and not fp32.emulates_bf16 and not amx.emulates_bf16
+    assert avx2.prompt_s == pytest.approx(5 * fp32.prompt_s)
+    # Operations per cycle and core, and clocks, of the data sheets: 2,048 at 2.5 GHz against 32 at 3 GHz.
+    assert fp32.prompt_s / amx.prompt_s == pytest.approx(2048 * 2.5 / (32 * 3.0))
+    assert plan().prompt_s is None, "a GPU's prompts are not simulated"
 
 
 def test_a_method_that_is_faster_is_named() -> None:

@@ -22,9 +22,11 @@ def test_the_documentation_has_todays_table() -> None:
 
 def test_what_is_exact_says_so_and_holds_more_only_on_the_host() -> None:
     rows = capacity.rows()
-    stock, first, last = rows[0], rows[-2], rows[-1]
-    assert [row.method for row in rows[1:] if row.exact == "always"] == ["dense", "headinfer", "apex", "apex"]
+    stock, last = rows[0], rows[-1]
+    assert [row.method for row in rows[1:] if row.exact == "always"] == ["dense", "headinfer", "apex"]
     here = int(stock.requests.split()[0])
-    assert first.requests.startswith(f"{here} + ") and last.requests.startswith(f"{here} + ")
     dense = next(row for row in rows if row.method == "dense")
-    assert here + int(last.requests.split()[2]) == int(dense.requests.split()[0])  # the same host pool
+    assert last.requests.startswith(f"{here} + ")
+    assert here + int(last.requests.split()[2]) < int(dense.requests.split()[0]), (
+        "the CPU's time, not the host's memory"
+    )
