@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_file, is_folder
@@ -44,7 +45,19 @@ def check_model(model: str) -> str | None:
         raise ModelError(f"{model} is a file; give a directory in Hugging Face format, or org/name")
     if len(model) <= _HUB_ID_LENGTH and _HUB_ID.fullmatch(model):
         return model
+    meant = _meant(model, names)
     raise ModelError(
         f"model {model!r} is neither in the catalog ({', '.join(names)}) nor a directory with a "
-        "config.json nor a hub id like org/name; give one of these"
+        f"config.json nor a hub id like org/name; {f'did you mean {meant}?' if meant else 'give one of these'}"
     )
+
+
+def _meant(model: str, names: list[str]) -> str | None:
+    """Return the catalog name or hub id that a name comes nearest to; None if it is near to none."""
+    from hybrid_backend.tools.plan.published import PUBLISHED  # `plan` resolves models by this module.
+
+    known = {name: entry.hub_id for name, entry in PUBLISHED.items()}
+    known |= {hub_id.partition("/")[2].lower(): hub_id for hub_id in [*known.values()]}
+    known |= {name: name for name in names}
+    near = get_close_matches(model.lower(), known, n=1, cutoff=0.75)
+    return known[near[0]] if near else None
