@@ -31,5 +31,5 @@ def test_a_misspelt_model_is_told_the_name_that_it_comes_nearest_to(model: str, 
 
 
 def test_a_model_that_is_like_none_is_told_what_a_model_is() -> None:
-    with pytest.raises(ModelError, match="nor a hub id like org/name; give one of these$"):
+    with pytest.raises(ModelError, match=r"nor a hub id like org/name; give one of these$"):
         check_model("gibberish")
