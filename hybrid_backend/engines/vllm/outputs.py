@@ -36,7 +36,10 @@ class CheckedOutput(AsyncModelRunnerOutput):
     """An output on its way from the device, which is checked when it has arrived."""
 
     def __init__(
-        self, output: AsyncModelRunnerOutput, failure: Callable[[], StepFailure | None], room: RequestRoom | None
+        self,
+        output: AsyncModelRunnerOutput,
+        failure: Callable[[], StepFailure | None],
+        room: RequestRoom | None = None,
     ) -> None:
         self._output, self._failure, self._room = output, failure, room
 

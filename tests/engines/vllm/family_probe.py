@@ -48,6 +48,7 @@ from hybrid_backend.engines.vllm import BACKEND, worker
 from hybrid_backend.engines.vllm.hooks import lookahead_hook
 from hybrid_backend.engines.vllm.model_hooks import attention_layers, layer_inputs
 from hybrid_backend.errors import EngineError
+from hybrid_backend.step.patience import Patience
 from tests.engines.probes import write
 from tests.engines.vllm import gated_delta
 from tests.engines.vllm.families import (
@@ -207,7 +208,7 @@ def tiers(w: Any) -> dict[str, Any]:
 def never_in_time_on_second(w: Any) -> None:
     """From now on the CPU workers of the second rank are late in every step."""
     if w.rank == 1:
-        w.session.runtime.executor.cpu_attention._deadline = 0.0
+        w.session.runtime.executor.cpu_attention._patience = Patience(0.0)
 
 
 def watch_own_input(w: Any) -> dict[int, list[float]]:
