@@ -56,8 +56,8 @@ def _meant(model: str, names: list[str]) -> str | None:
     """Return the catalog name or hub id that a name comes nearest to; None if it is near to none."""
     from hybrid_backend.tools.plan.published import PUBLISHED  # `plan` resolves models by this module.
 
-    known = {name: entry.hub_id for name, entry in PUBLISHED.items()}
-    known |= {hub_id.partition("/")[2].lower(): hub_id for hub_id in [*known.values()]}
-    known |= {name: name for name in names}
-    near = get_close_matches(model.lower(), known, n=1, cutoff=0.75)
-    return known[near[0]] if near else None
+    full_names = {name: entry.hub_id for name, entry in PUBLISHED.items()}
+    full_names |= {hub_id.partition("/")[2].lower(): hub_id for hub_id in [*full_names.values()]}
+    full_names |= {name: name for name in names}
+    near = get_close_matches(model.lower(), full_names, n=1, cutoff=0.75)
+    return full_names[near[0]] if near else None
