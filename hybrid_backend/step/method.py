@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, RequestRoom, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.step.budgets import layer_factors
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.operations import are_launches, check_operations, flashinfer_bytes
+from hybrid_backend.step.request_room import RequestRoom
 from hybrid_backend.step.residency import Residency
 from hybrid_backend.step.samples import sampled_layers
 from hybrid_backend.step.toolbox import Toolbox
@@ -124,12 +125,12 @@ class Method(ABC):
         """Return the most host memory that a request of ``tokens`` tokens uses outside the host pool, in bytes."""
         return 0
 
-    # --- called in a step ---
-
     @classmethod
     def exact_tokens(cls, config: HybridConfig) -> float:
         """Return the longest context in tokens that a decode step attends whole; inf: any; 0: none is promised."""
         return 0
+
+    # --- called in a step ---
 
     def begin_step(self, step: Step) -> None:
         """Prepare for a scheduler step. A preempted request that prefills again still has its old request index."""

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from hybrid_backend.batch import RequestRoom, StepFailure
+from hybrid_backend.batch import StepFailure
+from hybrid_backend.step.request_room import RequestRoom
 
 _logger = init_logger("vllm.hybrid_backend")
 

@@ -17,9 +17,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from hybrid_backend.batch import RequestRoom
 from hybrid_backend.engines.vllm.compat import end_with_error
 from hybrid_backend.engines.vllm.outputs import HybridOutput
+from hybrid_backend.step.request_room import RequestRoom
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

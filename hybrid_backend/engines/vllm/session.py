@@ -183,10 +183,11 @@ class Session:
         step, self._step = self._step, None
         if step is None:
             return output
+        room = request_room(self.runtime.method)
         if isinstance(output, AsyncModelRunnerOutput):
-            output = CheckedOutput(output, lambda: self.failure(step), request_room(self.runtime.method))
+            output = CheckedOutput(output, lambda: self.failure(step), room)
         elif output is not None:
-            output = checked(output, self.failure(step), self._unfinished, request_room(self.runtime.method))
+            output = checked(output, self.failure(step), self._unfinished, room)
         if self._unread_rank is not None:
             self._unread_rank.check(output)
         return output

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, ModelSpec, RequestRoom, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Hardware, find_hardware, hardware_of_gpu, machine_choices
@@ -33,6 +33,7 @@ from hybrid_backend.methods.apex.rule import Verdict, cpu_hides, hidden_tokens, 
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.method import OwnMemory, WaitingMethod, WaitingRows, frames_per_request, staging_tokens
 from hybrid_backend.step.operations import are_launches
+from hybrid_backend.step.request_room import RequestRoom
 from hybrid_backend.step.residency import Residency
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
@@ -201,9 +202,11 @@ class Apex(WaitingMethod):
 
     def _room_beside(self, rows: DecodeRows, on_cpu: Tensor) -> RequestRoom | None:
         """Return the tokens that may run beside the decode rows of a step."""
-        device_rows = rows.count - int(on_cpu.sum())
-        if self.tiers.device.type != "cuda" or self.config.apex.strategy == "gpu" or not device_rows:
+        if self.tiers.device.type != "cuda" or self.config.apex.strategy == "gpu":
             return None  # A device tier that is the CPU shares its cores with the workers, so that nothing is hidden.
+        device_rows = rows.count - int(on_cpu.sum())
+        if not device_rows:
+            return None
         may_overlap = self.model.parks and self.may_park(self.config)
         device_tokens = int((rows.seq_lens * ~on_cpu).sum())
         hidden = hidden_tokens(self._times, self.model.num_layers, device_rows, device_tokens, may_overlap=may_overlap)

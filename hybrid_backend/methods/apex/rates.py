@@ -6,7 +6,6 @@ will be served, with the kernels that will serve, and take some milliseconds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from hybrid_backend.attention.partial import PageList
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.hardware import Hardware
 from hybrid_backend.hardware.spec import Curve
+from hybrid_backend.hardware.timing import seconds_of
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import WorkerPool
@@ -113,16 +113,5 @@ def _scattered(layer: Tensor) -> Tensor | None:
 
 def _fastest(run: Callable[[], None], device: torch.device) -> float:
     """Return the seconds of the fastest of some runs, with the device's work."""
-    seconds = []
-    for _ in range(1 + ROUNDS):
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    run()
+    return min(seconds_of(device, run) for _ in range(ROUNDS))

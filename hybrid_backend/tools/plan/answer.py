@@ -90,13 +90,14 @@ def _nothing(plan: Plan) -> str:
 
     methods, stock = [row for row in plan.rows if row.name != "stock" and not row.refused], plan.row("stock")
     nearest = min(methods, key=lambda row: sum(short(row).values()))
-    lacks = " and ".join(f"{count / 2**30:.1f} GiB of {_PLACES[place]}" for place, count in short(nearest).items())
+    lacking = short(nearest)
+    lacks = " and ".join(f"{count / 2**30:.1f} GiB of {_PLACES[place]}" for place, count in lacking.items())
     ways = ["a smaller or a quantised model"]
     if plan.context > 1024:
         ways.append("a shorter --context")
-    if "host" in short(nearest):
+    if "host" in lacking:
         ways.append(f"--ram {math.ceil(nearest.first_host_bytes / 2**30) * plan.devices}GiB")
-    if "device" in short(nearest):
+    if "device" in lacking:
         ways.append("a larger device")
     nothing = f"Stock holds {stock.max_batch:,}, and no method" if stock.max_batch else "Nothing"
     return (

@@ -297,8 +297,7 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     """Describe how the engine divides a device that is too small for a host pool of this size."""
     if not isinstance(candidate, MethodMemory):
         return None
-    pool = memory.pages * candidate.blocks.page_bytes
-    card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
+    card = _card(candidate, memory, context)
     config, _ = card.with_whole_layers(candidate.config, batch)
     layers = config.whole_layers
     if layers == "auto" or len(layers) == len(config.exact_layers):
@@ -309,13 +308,19 @@ def _otherwise(candidate: Candidate, memory: Memory, context: int, batch: int) -
     )
 
 
+def _card(candidate: MethodMemory, memory: Memory, context: int) -> DevicePlan:
+    """Return the division of a device beside the host pool of ``memory``."""
+    pool = memory.pages * candidate.blocks.page_bytes
+    return DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
+
+
 def _requests_on_cpu(candidate: Candidate, context: int, batch: int) -> int:
     """Count the requests that the CPU attends while the device holds as many as its memory has room for."""
-    if isinstance(candidate, MethodMemory) and not candidate.room.on_host:
-        pool = candidate.memory(context, batch).pages * candidate.blocks.block_bytes
-        card = DevicePlan(candidate.shape, candidate.blocks, candidate.room, pool, context)
-        candidate = replace(candidate, config=card.filled(candidate.config, batch))
-    return candidate.cpu_requests(context, batch)
+    requests = candidate.cpu_requests(context, batch)
+    if not requests or not isinstance(candidate, MethodMemory) or candidate.room.on_host:
+        return requests
+    card = _card(candidate, candidate.memory(context, batch), context)
+    return replace(candidate, config=card.filled(candidate.config, batch)).cpu_requests(context, batch)
 
 
 def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime | None:

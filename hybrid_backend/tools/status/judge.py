@@ -211,10 +211,9 @@ def fast(load: Load) -> Answer:
         return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     running = counted(rates.running or 0, "request")
     text += f", {_rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}.{_latencies(rates)}"
-    if not load.is_slow and load.is_slow_to_begin:
-        return answer("Slow to begin", text, "fair")
     if not load.is_slow:
-        return answer("Faster than reading", text, "good")
+        begins_late = load.is_slow_to_begin
+        return answer("Slow to begin", text, "fair") if begins_late else answer("Faster than reading", text, "good")
     return answer("Slow", text, "fair") if speed >= CRAWLING else answer("Very slow", text, "bad")
 
 

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from hybrid_backend.batch import RequestRoom, StepFailure
+from hybrid_backend.batch import StepFailure
 from hybrid_backend.engines.vllm.outputs import checked
 from hybrid_backend.engines.vllm.scheduler import (
     ParkingScheduler,
@@ -28,6 +28,7 @@ from hybrid_backend.engines.vllm.scheduler import (
     RecomputingScheduler,
 )
 from hybrid_backend.errors import DeadlineError
+from hybrid_backend.step.request_room import RequestRoom
 
 pytestmark = pytest.mark.engine
 

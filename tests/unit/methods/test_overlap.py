@@ -10,12 +10,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hybrid_backend.batch import RequestRoom
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.hardware.times import LayerTimes
 from hybrid_backend.methods.apex.method import _machine
 from hybrid_backend.methods.apex.rule import bound, cpu_hides, hidden_tokens, judge
+from hybrid_backend.step.request_room import RequestRoom
 
 seconds = st.floats(1e-5, 1e-1)
 rates = st.floats(1e3, 1e9)

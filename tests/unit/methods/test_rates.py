@@ -10,9 +10,8 @@ import torch
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import DeadlineError
-from hybrid_backend.hardware import find_hardware
+from hybrid_backend.hardware import find_hardware, timing
 from hybrid_backend.kernels import cpu
-from hybrid_backend.methods.apex import rates
 from hybrid_backend.methods.apex.rates import ROWS, cpu_rate, device_rate, measured_rates
 from tests.support.harness import PAGE, Engine, config
 
@@ -32,7 +31,7 @@ def test_a_rate_is_the_bytes_that_are_read_by_the_time_that_it_takes(monkeypatch
     """By a clock on which every attention takes a second: all pages of a layer of 64 MiB are read."""
     runtime = engine().runtime
     layer, frames = runtime.tiers.host.layers[0], runtime.tiers.frames.layers[0]
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     assert cpu_rate(MODEL, layer, runtime.workers, deadline=20) == layer.nbytes
     assert device_rate(MODEL, frames, runtime.tiers.operations) == frames.nbytes
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -19,13 +16,11 @@ from hybrid_backend.cli import app
 from hybrid_backend.config import HybridConfig, config_from_mapping
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
-from hybrid_backend.host_memory import System
 from hybrid_backend.memory_plan.footprint import UTILIZATION
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape
 from hybrid_backend.model_layers import KvHeads
 from hybrid_backend.tools.plan.command import memory, plan, tokens
-from hybrid_backend.tools.plan.local import LocalMachine
 from hybrid_backend.tools.plan.report import Plan, Request, Row, make_plan, serve_flags
 from hybrid_backend.tools.plan.table import COLUMNS
 
@@ -398,43 +393,3 @@ def test_no_two_columns_have_the_same_or_nearly_the_same_name(model_dir: Path) -
     printed = run("--machine", "t4", columns=80).stdout
     for title in titles:
         assert all(word in printed for word in title.split())
-
-
-def test_without_a_machine_this_one_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is what `hybrid doctor` calls available, its device what torch sees."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    local = LocalMachine.probe()
-    assert (
-        local.gpu is None
-        and local.gpu_bytes == 0
-        and 1 <= local.cores <= len(os.sched_getaffinity(0))
-        and local.hardware is None
-    )
-    assert 0 < local.host_bytes <= System().meminfo("MemTotal")
-    monkeypatch.setattr(LocalMachine, "probe", lambda: local)  # other processes' memory changes meanwhile
-    result = run(model="qwen3-8b")
-    assert result.exit_code == ("Nothing holds" in result.stdout), result.output
-    cores = "1 core" if local.cores == 1 else f"{local.cores} cores"
-    assert f"on this machine (no GPU, {cores})" in result.stdout and "no device memory" in result.stdout
-    planned = json.loads(run("--json").stdout)
-    assert planned["device_limit"] == 0 and planned["host_limit"] == pytest.approx(local.host_bytes, rel=0.01)
-    assert json.loads(run("--json", "--ram", "7").stdout)["host_limit"] == 7 * GIB
-    on_gpu = json.loads(run("--json", "--gpu-mem", "24").stdout)
-    assert on_gpu["device_limit"] == int(24 * GIB * UTILIZATION) and on_gpu["machine"] is None
-
-
-@pytest.mark.parametrize(
-    ("name", "sheet"),
-    [("NVIDIA A100-SXM4-80GB", "a100-80"), ("Some GPU of tomorrow", None), ("NVIDIA H100 PCIe", None)],
-)
-def test_a_gpu_of_this_machine_is_planned_with_its_memory_and_with_the_rates_of_its_data_sheet(
-    name: str, sheet: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = SimpleNamespace(name=name, total_memory=79 * GIB)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    planned = json.loads(run("--json", "--ram", "100", "--method", "scout").stdout)
-    assert planned["device_limit"] == int(79 * GIB * UTILIZATION) and name in planned["machine"]
-    assert planned["host_limit"] == 100 * GIB
-    assert planned["has_times"] == (sheet is not None) == (planned["rows"][1]["tokens_per_s"] is not None)
-    assert (f"rates of {sheet}'s data sheet" in planned["machine"]) == (sheet is not None)

@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybrid_backend.hardware.timing import seconds_of
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
 from hybrid_backend.kernels.kv_format import KvFormat
@@ -123,18 +124,6 @@ def host_probes(memory: HostMemory, shape: ModelShape, counts: list[int], open_p
     yield Probe("cpu_job", 1, lambda: min(cpu_job(memory, pool, shape, 1, 1) for _ in range(20)))
 
 
-def _timed(device: torch.device, run: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds of one call, with the device's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    for _ in range(times):
-        run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - begun) / times
-
-
 def copy_rate(device: torch.device, memory: HostMemory, piece: int, total: int = 32 << 20) -> float:
     """Return the bytes per second of copies to the device, in contiguous pieces from scattered places."""
     flat = memory.pool.view(-1).view(torch.uint8)
@@ -152,7 +141,7 @@ def copy_rate(device: torch.device, memory: HostMemory, piece: int, total: int =
         for i, source in enumerate(sources):
             target[i].copy_(source, non_blocking=True)
 
-    return count * piece / _timed(device, copy)
+    return count * piece / seconds_of(device, copy)
 
 
 def linear_rate(device: torch.device, layers: list[list[Tensor]], rows: int) -> float:
@@ -165,7 +154,7 @@ def linear_rate(device: torch.device, layers: list[list[Tensor]], rows: int) -> 
                 torch.nn.functional.linear(x, w)
 
     size = sum(w.nbytes for matrices in layers for w in matrices)
-    return size / _timed(device, run)
+    return size / seconds_of(device, run)
 
 
 def layer_matrices(device: torch.device, shape: ModelShape, copies: int = 3) -> list[list[Tensor]]:
@@ -196,7 +185,7 @@ def small_kernels(device: torch.device, shape: ModelShape) -> float:
         torch.nn.functional.silu(gate) * up
 
     run()
-    return _timed(device, run, 10)
+    return seconds_of(device, run, 10)
 
 
 def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -> Iterator[Probe]:
@@ -208,7 +197,7 @@ def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -
         yield Probe("linear", rows, lambda n=rows: linear_rate(device, layers, n))  # type: ignore[misc]
     side = GEMM[device.type]
     square = torch.full((side, side), 0.01, dtype=torch.bfloat16, device=device)
-    yield Probe("gemm", 1, lambda: 2.0 * side**3 / _timed(device, lambda: square @ square))
+    yield Probe("gemm", 1, lambda: 2.0 * side**3 / seconds_of(device, lambda: square @ square))
     yield Probe("layer_overhead", 1, lambda: small_kernels(device, shape))
     if device.type == "cuda":
         for rows in DEVICE_ROWS:
@@ -217,11 +206,13 @@ def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -
 
             def attend(q: Tensor = q, kv: Tensor = kv) -> float:
                 attention = torch.nn.functional.scaled_dot_product_attention
-                return kv.nbytes / _timed(device, lambda: attention(q, kv[0], kv[1], enable_gqa=True), 5)
+                return kv.nbytes / seconds_of(device, lambda: attention(q, kv[0], kv[1], enable_gqa=True), 5)
 
             yield Probe("device_attention", rows, attend)
         large = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-        yield Probe("device_memory", 1, lambda: large.nbytes / _timed(device, lambda: large.view(torch.int64).sum(), 5))
+        yield Probe(
+            "device_memory", 1, lambda: large.nbytes / seconds_of(device, lambda: large.view(torch.int64).sum(), 5)
+        )
 
 
 def in_place_probes(memory: HostMemory, shape: ModelShape, pool: cpu.Pool) -> Iterator[Probe]:
