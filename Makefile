@@ -196,6 +196,9 @@ machine:
 	fail() { echo "error: $$1" >&2; exit 1; }; \
 	port='$(subst ','\'',$(PORT))' config='$(subst ','\'',$(CONFIG))'; \
 	[[ $$port =~ ^[0-9]{1,5}$$ ]] && (( 10#$$port >= 1 && 10#$$port <= 65535 )) || fail "PORT=$$port: write a number from 1 to 65535"; \
+	! (exec 3<>"/dev/tcp/127.0.0.1/$$((10#$$port))") 2>/dev/null || fail "PORT=$$port: something listens on it already; take another one"; \
+	model='$(subst ','\'',$(MODEL))'; \
+	case $$model in /*|./*|../*) [ -e "$$model" ] || fail "MODEL=$$model: no such folder or file";; esac; \
 	case $$config in ''|'{'*|'~'*) ;; *) [ -f "$$config" ] || fail "CONFIG=$$config: no such file";; esac; \
 	if [ $(DEVICE) = cuda ]; then \
 	  [ $(ENGINE) = vllm ] || fail "DEVICE=cuda: ENGINE=$(ENGINE) serves on CPUs only; take ENGINE=vllm, or leave DEVICE out"; \

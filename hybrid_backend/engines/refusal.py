@@ -11,7 +11,7 @@ import torch
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import EngineError
 from hybrid_backend.methods import resolve_method
-from hybrid_backend.step.operations import check_shape
+from hybrid_backend.step.operations import check_shape, check_this_machine
 
 Start = TypeVar("Start")
 
@@ -58,5 +58,6 @@ def check_model(
         ConfigError: a key of the configuration does not fit the model.
     """
     config.validate_for(layers)
+    check_this_machine(config, device)
     resolve_method(config.method).check(config, device, layers, kv_heads)
     check_shape(config, heads, kv_heads, head_dim, device)

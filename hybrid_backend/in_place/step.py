@@ -59,6 +59,9 @@ def kept_bytes(config: HybridConfig, model: ModelSpec, digest_format: DigestForm
 def why_not_in_place(config: HybridConfig, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> str:
     """Return the reason why the native decoder cannot attend pages in place; an empty string if it can.
 
+    Whether this machine runs the native kernels matters for ``auto`` only: where they are asked for, their absence is
+    an error of its own (`operations.check_this_machine`), and a plan may be made for another machine.
+
     Args:
         config: the keys ``workers.kernel``, ``device_kernels`` and ``page_size`` are read.
         heads: query heads of the attention layers on one rank.
@@ -68,7 +71,7 @@ def why_not_in_place(config: HybridConfig, heads: int, kv_heads: int, head_dim: 
     """
     if device.type != "cpu":
         return "the device tier is a GPU"
-    if reason := cpu.why_unavailable():
+    if config.workers.kernel == "auto" and (reason := cpu.why_unavailable()):
         return reason
     if not cpu.decodes(heads, kv_heads, head_dim, config.page_size):
         return f"the native kernels have none for {heads} query heads on {kv_heads} KV heads of {head_dim}"

@@ -42,7 +42,8 @@ def are_launches(config: HybridConfig, device: torch.device) -> bool:
 def check_operations(config: HybridConfig, device: torch.device) -> None:
     """Raise ConfigError for an implementation that the device tier ``device`` cannot run.
 
-    The check needs no Triton for a GPU, because a plan may be made for the GPU of another machine.
+    The check needs neither Triton for a GPU nor the native kernels, because a plan may be made for another machine:
+    `check_this_machine` looks for these.
     """
     name = operations_name(config, device)
     if config.device_kernels == "flashinfer" and device.type != "cuda":
@@ -51,13 +52,17 @@ def check_operations(config: HybridConfig, device: torch.device) -> None:
         )
     if device.type == "cuda" and name != "triton":
         raise ConfigError(f"device_kernels: {name} does not run on a GPU; write auto, flashinfer or triton")
-    if name == "native" and (reason := cpu.why_unavailable()):
-        raise ConfigError(f"device_kernels: {reason}")
     if name == "triton" and device.type != "cuda" and not _triton().knobs.runtime.interpret:
         raise ConfigError(
             f"device_kernels: triton needs a GPU, but the device tier is the {device.type}; write auto "
             "(or set TRITON_INTERPRET=1, which runs them slowly, for tests)"
         )
+
+
+def check_this_machine(config: HybridConfig, device: torch.device) -> None:
+    """Raise ConfigError where the configuration asks for the native kernels and this machine does not run them."""
+    if operations_name(config, device) == "native" and (reason := cpu.why_unavailable()):
+        raise ConfigError(f"device_kernels: {reason}")
 
 
 def resolve_operations(config: HybridConfig, device: torch.device) -> Operations:
@@ -67,6 +72,7 @@ def resolve_operations(config: HybridConfig, device: torch.device) -> Operations
         ConfigError: the implementation cannot run on this machine.
     """
     check_operations(config, device)
+    check_this_machine(config, device)
     name = operations_name(config, device)
     if name == "triton":
         _triton()

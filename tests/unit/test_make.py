@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,8 @@ VARIABLES = (
 def make(*words: str, driver: Path) -> subprocess.CompletedProcess[str]:
     """Run make; ``driver`` is a folder with an nvidia-smi, which goes before the machine's own."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        environment["PORT"] = str(unused.getsockname()[1])  # The default may be taken by a server of this machine.
     environment["PATH"] = f"{driver}{os.pathsep}{environment['PATH']}"
     command = ["make", "--no-print-directory", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -70,6 +73,7 @@ def test_a_machine_with_a_gpu_is_told_how_to_use_it(gpu: Path) -> None:
         (["PORT=65536"], "PORT=65536: write a number from 1 to 65535"),
         (["PORT="], "PORT=: write a number from 1 to 65535"),
         (["CONFIG=nowhere.yaml"], "CONFIG=nowhere.yaml: no such file"),
+        (["MODEL=./nowhere"], "MODEL=./nowhere: no such folder or file"),
     ],
 )
 def test_what_cannot_serve_here_is_refused_before_it_is_installed(
@@ -77,6 +81,13 @@ def test_what_cannot_serve_here_is_refused_before_it_is_installed(
 ) -> None:
     done = make("machine", *variables, driver=no_gpu)
     assert done.returncode != 0 and told in done.stderr.splitlines()[0] and not done.stdout
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_installed(no_gpu: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = make("machine", f"PORT={port}", driver=no_gpu)
+    assert done.returncode != 0 and f"PORT={port}: something listens on it already" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(

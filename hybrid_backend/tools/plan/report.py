@@ -157,7 +157,10 @@ def make_plan(request: Request) -> Plan:
     room = _room(request, devices)
     blocks = Blocks.of(request.shape, request.config.page_size)
     device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
-    settled = with_method(request.config, shape.heads, shape.kv_heads, shape.head_dim, device)
+    settled = request.config
+    if request.hardware is not None and request.hardware.device == "cpu":
+        settled = _with_native_kernels(settled)
+    settled = with_method(settled, shape.heads, shape.kv_heads, shape.head_dim, device)
     settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
@@ -185,6 +188,13 @@ def make_plan(request: Request) -> Plan:
         prompt_s=_prompt_seconds(request),
         emulates_bf16=_emulates_bf16(request),
     )
+
+
+def _with_native_kernels(config: HybridConfig) -> HybridConfig:
+    """Return ``config`` with the kernels that ``auto`` selects on a CPU server, whatever this machine runs."""
+    if config.workers.kernel != "auto":
+        return config
+    return config.model_copy(update={"workers": config.workers.model_copy(update={"kernel": "native"})})
 
 
 def _emulates_bf16(request: Request) -> bool:

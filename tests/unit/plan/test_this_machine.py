@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid_backend.host_memory import System
+from hybrid_backend.kernels import cpu
 from hybrid_backend.memory_plan.footprint import UTILIZATION
 from hybrid_backend.tools.plan.local import LocalMachine
 from tests.unit.plan.test_report import GIB, run
@@ -53,3 +54,16 @@ def test_a_gpu_of_this_machine_is_planned_with_its_memory_and_with_the_rates_of_
     assert planned["host_limit"] == 100 * GIB
     assert planned["has_times"] == (sheet is not None) == (planned["rows"][1]["tokens_per_s"] is not None)
     assert (f"rates of {sheet}'s data sheet" in planned["machine"]) == (sheet is not None)
+
+
+def test_another_cpu_server_is_planned_with_native_kernels_where_this_machine_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without ``--machine`` the plan is for this machine, where ``auto`` is then `scout`."""
+    monkeypatch.setattr(cpu, "why_unavailable", lambda: "the native kernels were not built: install g++")
+    there = json.loads(run("--json", "--machine", "xeon-8480").stdout)
+    assert there["configured"] == "quest" and "quest" in [row["name"] for row in there["rows"]]
+    assert next(row for row in there["rows"] if row["name"] == "quest")["refused"] is None
+    here = json.loads(run("--json", "--gpu-mem", "0", "--ram", "64").stdout)
+    assert here["configured"] == "scout"
+    assert "were not built: install g++" in next(row for row in here["rows"] if row["name"] == "quest")["refused"]
