@@ -2,8 +2,8 @@
 
 A pre-hook calls an opaque custom op. torch.compile keeps the op, because it declares what it mutates: a token tensor
 (lookahead), or the layer's input (rows that continue). What the op does with its inputs is invisible to the compiler.
-A piece of a piecewise graph is captured without a step. A lookahead inside a piece therefore does nothing. Rows that
-continue must be written in every step, so pieces end before `LAYER_INPUT`.
+A piece of a piecewise graph is captured without a step, so an op inside a piece would do nothing. Pieces therefore end
+before both ops, which run in every step; a step with prompts and decode rows has its lookahead like any other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from hybrid_backend.attention.lookahead import call_names, named
 
+LOOKAHEAD = "hybrid_backend::lookahead"
 LAYER_INPUT = "hybrid_backend::layer_input"
 _LIBRARY = torch.library.Library("hybrid_backend", "FRAGMENT")
 
@@ -30,15 +31,19 @@ def _impl_and_metadata(layer_name: str) -> tuple[Any, Any]:
     return context.no_compile_layers[layer_name].impl, metadata
 
 
+# vLLM's `eager_break_during_capture` reads these annotations, and knows torch.Tensor by this name only.
 def _lookahead(
-    positions: Tensor | None, hidden_states: Tensor, residual: Tensor | None, token: Tensor, layer_name: str
+    positions: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None,
+    token: torch.Tensor,
+    layer_name: str,
 ) -> None:
     impl, metadata = _impl_and_metadata(layer_name)
     if metadata is not None:
         impl.lookahead(metadata, positions, hidden_states, residual)
 
 
-# vLLM's `eager_break_during_capture` reads these annotations, and knows torch.Tensor by this name only.
 def _layer_input(hidden_states: torch.Tensor, residual: torch.Tensor | None, layer_name: str) -> None:
     impl, metadata = _impl_and_metadata(layer_name)
     if metadata is not None:
@@ -51,7 +56,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 direct_register_custom_op(
     "lookahead",
-    _lookahead,
+    eager_break_during_capture(_lookahead),
     mutates_args=["token"],
     fake_impl=_nothing,
     target_lib=_LIBRARY,

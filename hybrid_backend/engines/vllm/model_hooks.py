@@ -16,7 +16,7 @@ from hybrid_backend.attention.fused_lookahead import fused
 from hybrid_backend.attention.lookahead import Layer, call_names, layer_at, predictors
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.engines.vllm import OWN_BACKEND
-from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, input_hook, lookahead_hook
+from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, LOOKAHEAD, input_hook, lookahead_hook
 from hybrid_backend.engines.vllm.layer import HybridImpl
 from hybrid_backend.engines.vllm.layer_kinds import full_shape
 from hybrid_backend.engines.vllm.parking import forgo_parking
@@ -76,6 +76,8 @@ def attach_lookahead(model: nn.Module, vllm_config: VllmConfig, config: HybridCo
     }
     head_dim = full_shape(vllm_config).head_dim
     predictor_of_layer, warning = predictors(layers, head_dim, stream, (QKVParallelLinear,), layer_inputs)
+    if predictor_of_layer:
+        cut_before(LOOKAHEAD, vllm_config)
     for index, predictor in predictor_of_layer.items():
         attention, decoder, before = layers[index]
         assert before is not None
@@ -104,11 +106,16 @@ def attach_inputs(model: nn.Module, vllm_config: VllmConfig, config: HybridConfi
     if unknown is not None:
         forgo_parking(vllm_config, config, f"{type(unknown).__name__}, which is not called with hidden_states")
         return
-    compilation = vllm_config.compilation_config
-    if compilation.splitting_ops_contain_attention():
-        compilation.splitting_ops.append(LAYER_INPUT)
+    cut_before(LAYER_INPUT, vllm_config)
     for attention, decoder, _ in layers:
         decoder.register_forward_pre_hook(input_hook(decoder, attention.layer_name), with_kwargs=True)
+
+
+def cut_before(op: str, vllm_config: VllmConfig) -> None:
+    """End the pieces of a compiled model before ``op``, where the model is cut into pieces at all."""
+    compilation = vllm_config.compilation_config
+    if compilation.splitting_ops_contain_attention():
+        compilation.splitting_ops.append(op)
 
 
 def block_size_of(model: nn.Module, kv_cache_config: KVCacheConfig) -> int:

@@ -34,3 +34,20 @@ def count_launches() -> Launches:
     HybridImpl.lookahead = counted(HybridImpl.lookahead, True)  # type: ignore[method-assign]
     HybridImpl.forward = counted(HybridImpl.forward, False)  # type: ignore[method-assign]
     return found
+
+
+def count_mixed(runtime: Any) -> dict[str, int]:
+    """From now on: the steps that have prompts beside decode rows, and the lookaheads in them."""
+    counts, begin, lookahead = {"steps": 0, "lookaheads": 0}, runtime.begin_step, runtime.lookahead
+
+    def beginning(batch: Any) -> Any:
+        step = begin(batch)
+        counts["steps"] += bool(step.prefill) and step.decode is not None
+        return step
+
+    def looking_ahead(layer: int, step: Any, q: Any) -> None:
+        counts["lookaheads"] += bool(step.prefill)
+        lookahead(layer, step, q)
+
+    runtime.begin_step, runtime.lookahead = beginning, looking_ahead
+    return counts

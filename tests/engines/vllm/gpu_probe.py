@@ -28,7 +28,7 @@ os.environ.update(
 
 from tests.engines.probes import write
 from tests.engines.vllm import late_probe, simulated_gpu
-from tests.engines.vllm.counted_launches import count_launches
+from tests.engines.vllm.counted_launches import count_launches, count_mixed
 from tests.engines.vllm.watched_attention import Watch, watch_attention
 from tests.support.garbage import leave_out_what_was_imported
 from tests.support.gpu import ON_GPU
@@ -227,6 +227,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
             return execute(scheduled)
 
     held.execute_model = watched
+    mixed = count_mixed(held.session.runtime)
     sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     for name, prompt in [("aborted", list(range(20))), *enumerate(prompts())]:
         engine.add_request(str(name), {"prompt_token_ids": prompt}, sampling)
@@ -271,6 +272,7 @@ def serve(llm: Any, count: int, waits: bool) -> dict[str, Any]:
         "ran": sorted(ran),
         "made_harmless": "vllm.v1.worker.cpu.shm" in sys.modules,
         "left": runtime.tiers.frames.index("aborted"),
+        "mixed": mixed,
     }
 
 

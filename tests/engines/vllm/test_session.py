@@ -16,8 +16,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_backend.batch import StepFailure
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.engines.vllm.hooks import LAYER_INPUT, LOOKAHEAD
 from hybrid_backend.engines.vllm.layer import HybridImpl
-from hybrid_backend.engines.vllm.model_hooks import attach_inputs
+from hybrid_backend.engines.vllm.model_hooks import attach_inputs, cut_before
 from hybrid_backend.engines.vllm.outputs import CheckedOutput, UnreadRank, checked
 from hybrid_backend.engines.vllm.session import Session
 from hybrid_backend.engines.vllm.sinks import Sinks
@@ -96,17 +97,25 @@ def test_a_rank_that_is_not_asked_waits_for_an_output_only_when_the_next_step_is
 
 
 class _Layer(nn.Module):
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
-        torch.ops.hybrid_backend.layer_input(x, None, "layer")
+        if self.op == LAYER_INPUT:
+            torch.ops.hybrid_backend.layer_input(x, None, "layer")
+        else:
+            torch.ops.hybrid_backend.lookahead(None, x, None, x, "layer")
         return x + 1
 
 
-def test_pieces_of_a_compiled_model_end_before_each_layer_input() -> None:
-    """As vLLM cuts it: a piece is captured without a step, so what rows that park do there would never be done."""
+@pytest.mark.parametrize("op", [LAYER_INPUT, LOOKAHEAD])
+def test_pieces_of_a_compiled_model_end_before_each_hook(op: str) -> None:
+    """As vLLM cuts it: a piece is captured without a step, so what a hook does there would never be done."""
     compilation = CompilationConfig(splitting_ops=list(CompilationConfig._attention_ops))
-    attach_inputs(nn.Module(), SimpleNamespace(compilation_config=compilation), HybridConfig())  # type: ignore[arg-type]
-    _, pieces = split_graph(torch.fx.symbolic_trace(_Layer()), compilation.splitting_ops or [])
+    cut_before(op, SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    _, pieces = split_graph(torch.fx.symbolic_trace(_Layer(op)), compilation.splitting_ops or [])
     assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
 
 

@@ -111,6 +111,13 @@ def test_a_layer_is_a_few_launches(seen: Probe, name: str) -> None:
         assert sorted(launches[1].items()) == sorted({"": 1, "mm": 1, **dict.fromkeys(SCOUT, 1)}.items())
 
 
+@pytest.mark.parametrize("name", ["scout", "scout.sparse"])
+def test_steps_that_mix_prompts_with_decode_rows_have_their_lookahead(seen: Probe, name: str) -> None:
+    """In replayed pieces too, for each layer that can be predicted. The first layer here is exact."""
+    mixed = seen(name)["mixed"]
+    assert mixed["steps"] > 0 and mixed["lookaheads"] == 2 * mixed["steps"]
+
+
 # What kernels may read and write over the bus, in decode steps. Whoever has frames attends nothing there.
 READ = {
     "scout": {"_merge_kernel", "_await_kernel", "_copy_kernel"}, "hgca": {"_merge_kernel", "_await_kernel"},
