@@ -39,6 +39,7 @@ class ModelSpec:
         sinks: per layer ``[num_heads]`` fp32 logits of the attention sinks, contiguous, on the device that attends;
             None for a layer without sinks. The engine may change the values between steps. Empty: no layer has sinks.
         window_shape: shape of the layers with a sliding window. None: that of the layers with full attention.
+        kv_dtype: dtype of the pages, ``torch.int8`` for K and V in 8 bits (`KvFormat`). None: ``dtype``.
     """
 
     num_layers: int
@@ -54,6 +55,7 @@ class ModelSpec:
     layer_weight_bytes: int = 0
     sinks: tuple[Tensor | None, ...] = field(default=(), compare=False)  # `==` of tensors returns a tensor, not a bool
     window_shape: LayerShape | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def full_shape(self) -> LayerShape:
@@ -79,7 +81,7 @@ class ModelSpec:
 
     def kv_format(self, page_size: int) -> KvFormat:
         """Return the format of this rank's pages of ``page_size`` tokens."""
-        return KvFormat(self.num_kv_heads, page_size, self.head_dim, self.dtype)
+        return KvFormat(self.num_kv_heads, page_size, self.head_dim, self.kv_dtype or self.dtype)
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one page of one layer: K and V of the rank's KV heads."""

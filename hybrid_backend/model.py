@@ -68,6 +68,7 @@ class ModelShape:
             estimate, for unquantised weights in ``dtype``.
         window_heads: KV heads of the layers with windows. None: those of the layers with full attention.
         has_chunks: windows are chunks of the sequence, of which a layer attends the last one (Llama 4).
+        kv_dtype: type of K and V in pages, ``auto`` or ``int8`` (`HybridConfig.kv_dtype`).
     """
 
     name: str
@@ -88,6 +89,7 @@ class ModelShape:
     weights_are_counted: bool = False
     window_heads: KvHeads | None = None
     has_chunks: bool = False
+    kv_dtype: str = "auto"
 
     @property
     def dtype_bytes(self) -> int:
@@ -155,7 +157,7 @@ class ModelShape:
     def kv_format(self, page_size: int, window: int | None = None) -> KvFormat:
         """Return the format of pages of ``page_size`` tokens in a layer with this window; None: full attention."""
         kv_heads, head_dim = self.heads_of(window)
-        return KvFormat(kv_heads, page_size, head_dim, DTYPES[self.dtype])
+        return KvFormat(kv_heads, page_size, head_dim, torch.int8 if self.kv_dtype == "int8" else DTYPES[self.dtype])
 
     def page_bytes(self, page_size: int, window: int | None = None) -> int:
         """Return the bytes of K and V of one page of one layer with this window; None: full attention."""
@@ -259,6 +261,7 @@ def spec_of(shape: ModelShape, max_tokens: int | None = None) -> ModelSpec:
         max_tokens=max_tokens,
         hidden=shape.hidden,
         window_shape=None if local is None else LayerShape(shape.heads, *local, local.head_dim**-0.5),
+        kv_dtype=torch.int8 if shape.kv_dtype == "int8" else None,
     )
 
 

@@ -63,7 +63,7 @@ class PromptChunks:
                 assert tiers.digests is not None
                 tiers.digests.extend(layer, row, k[chunk], tiers.write_back.join)
             if self._in_place is not None:
-                self._in_place.attend(layer, row, q, out)
+                self._in_place.attend(layer, row, q, k, v, out)
             else:
                 out[chunk] = self._attend(layer, row, q[chunk], owns[i])
             if isinstance(self._method, SeesPrompts):

@@ -22,22 +22,23 @@ def append_tokens(
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
     digests: Tensor | None = None,
 ) -> None:  # fmt: skip
-    page_size = host.shape[3]
+    kv_format, page_size = KvFormat.of(host), host.shape[3]
     rows = pages >= 0
     k, v, pages, positions = k[rows], v[rows], pages[rows].long(), positions[rows].long()
-    kv, offset = KvFormat.of(host).encode(k, v), positions % page_size
-    host[pages, :, :, offset] = kv
+    offset = positions % page_size
+    kv_format.write(host, pages, offset, k, v)
     if frames is not None:
         assert requests is not None and frame_of is not None
         frame = frame_of[requests[rows].long(), positions // page_size].long()
         has_frame = frame >= 0
-        frames[frame[has_frame], :, :, offset[has_frame]] = kv[has_frame]
+        kv_format.write(frames, frame[has_frame], offset[has_frame], k[has_frame], v[has_frame])
     if digests is None:
         return
+    k = kv_format.stored(k)
     digest_format = digest_format_of(digests, k.shape[2])
     if not digest_format.covers_growing_pages:
         whole = pages[offset == page_size - 1]
-        digests[whole] = digest_format.encode(host[whole, :, 0])
+        digests[whole] = digest_format.encode(_keys(host, whole, k.dtype))
     else:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
@@ -71,15 +72,23 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    digest_format = digest_format_of(digests, kv.shape[4])
+    kv_format = KvFormat.of(kv)
+    digest_format = digest_format_of(digests, kv_format.head_dim)
     written = (pages >= 0) & (tokens >= (1 if digest_format.covers_growing_pages else kv.shape[3]))
     index = pages[written].long()
-    keys = kv[index, :, 0]  # [n, kv_heads, page_size, head_dim]
+    dtype = digests.dtype if kv_format.is_int8 and digests.is_floating_point() else torch.float32
+    keys = _keys(kv, index, dtype)  # [n, kv_heads, page_size, head_dim]
     if not digest_format.covers_growing_pages:
         digests[index] = digest_format.encode(keys)
         return
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[index] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
+
+
+def _keys(kv: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys ``[n, kv_heads, page_size, head_dim]`` of pages ``[n]``: in ``dtype`` if pages are in 8 bits."""
+    kv_format = KvFormat.of(kv)
+    return kv_format.decode(kv[pages])[0].to(dtype) if kv_format.is_int8 else kv[pages, :, 0]
 
 
 def page_scores(
@@ -382,11 +391,11 @@ def _logits(
         Logits ``[kv_heads, group, n]`` fp32, -inf beyond a list's tokens; values ``[kv_heads, n, head_dim]`` fp32, 0
         beyond them; and the index of the ``n / page_size`` pages in ``kv``: page and KV head.
     """
-    _, kv_heads, _, page_size, dim = kv.shape
+    kv_heads, page_size = kv.shape[1], kv.shape[3]
     pages = -(-int(tokens.max()) // page_size)
     listed = torch.arange(pages) * page_size < tokens[:, None]
     place = ids[:, :pages].where(listed, 0).long().expand(kv_heads, -1), torch.arange(kv_heads)[:, None]
     keys, values = (x.flatten(1, 2) for x in KvFormat.of(kv).decode(kv[place]))
     beyond = torch.arange(pages * page_size) >= tokens[:, None]
-    logits = q.float().view(kv_heads, -1, dim) @ keys.mT * scale
+    logits = q.float().view(kv_heads, -1, q.shape[-1]) @ keys.mT * scale
     return logits.masked_fill(beyond[:, None], -_INF), values.masked_fill(beyond[..., None], 0.0), place

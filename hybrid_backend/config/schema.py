@@ -60,6 +60,11 @@ class HybridConfig(MethodSections):
     shape, else scout. Source: measured (docs/lab/measurements.md)."""
     page_size: Annotated[int, integer_of(*PAGE_SIZES)] = 32
     """Tokens of a page, the engine's KV block. Source: ScoutAttention (32); Quest uses 16."""
+    kv_dtype: Annotated[Literal["auto", "int8"], choice("auto", "int8")] = "auto"
+    """Type in which pages hold K and V. auto: the model's. int8: 8 bits, with a scale per token and KV head, which
+    vLLM's ``--kv-cache-dtype int8_per_token_head`` sets as well. A prompt's chunk attends itself as the model computed
+    it, and earlier chunks and cached prefixes in 8 bits. For methods quest and dense on a CPU.
+    Source: default (llama.cpp's q8_0 and vLLM's int8_per_token_head lose little; users choose to lose)."""
     budget_tokens: Annotated[int, integer(16)] = 2048
     """Tokens attended per sequence, layer and decode step; a multiple of page_size, and more pages than
     sinks + recent. Source: ScoutAttention (evaluated at 1024 and 2048)."""

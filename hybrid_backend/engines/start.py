@@ -27,11 +27,12 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
     config, host = runtime.config, runtime.tiers.host
     digests = runtime.tiers.layout.digests
     tokens = runtime.pages // groups * config.page_size
+    encoding = " in 8 bits" if runtime.model.kv_dtype is torch.int8 else ""
     no_library, no_quest = cpu.why_unavailable(), why_scout(config, runtime.model, runtime.tiers.device)
     method = f"{config.method} (quest cannot serve: {no_quest})" if no_quest not in ("", no_library) else config.method
     yield (
         logging.INFO,
-        f"hybrid backend: method {method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens), "
+        f"hybrid backend: method {method}, host pool {size_text(host.nbytes)} ({tokens:,} tokens{encoding}), "
         f"{_attended(runtime)}, "
         f"digests {'none' if digests is None else digests.name}, kernels {_kernels(runtime)}, {_threads(runtime)}",
     )

@@ -107,6 +107,7 @@ class InPlaceStep:
             byte_digests=byte_copies,
             sinks=model.sinks_by_layer,
             bound=bound,
+            dtype=model.dtype,
         )
 
     def begin(self, step: Step) -> None:

@@ -54,7 +54,7 @@ class SlidingLayers:
             self._operations.append_tokens(new_k, new_v, view, step.write_pages, step.write_offsets)
         for row in step.prefill:
             if self._prompts is not None:
-                self._prompts.attend(layer, row, q, out)
+                self._prompts.attend(layer, row, q, new_k, new_v, out)
                 continue
             chunk = slice(row.start, row.end)
             out[chunk] = windowed(
@@ -87,7 +87,9 @@ class LocalLayers:
                 layer if window is not None and layer.shape[3] == size else None
                 for layer, window in zip(layers, model.windows, strict=True)
             ]
-            self._decoders[size] = cpu.Decoder(own_layers, {}, heads, scale, sinks=model.sinks_by_layer)
+            self._decoders[size] = cpu.Decoder(
+                own_layers, {}, heads, scale, sinks=model.sinks_by_layer, dtype=model.dtype
+            )
         self._page_sizes = [layer.shape[3] for layer in layers]
         self._begun: dict[int, WindowRows] = {}  # Keyed by page size: rows of the step that the decoder has begun.
 

@@ -38,6 +38,7 @@ class Quest(Method):
     name = "quest"
     budgets_vary = True
     suits_cpu = True
+    reads_int8 = True
     attends_in_place = True
 
     @classmethod

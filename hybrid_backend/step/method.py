@@ -63,6 +63,8 @@ class Method(ABC):
     """On a CPU the method attends pages where they lie. Others copy pages within RAM there, which serves tests."""
     suits_gpu: ClassVar[bool] = True
     """The method is ready for the traffic of a GPU (docs/lab/cuda.md#what-is-missing)."""
+    reads_int8: ClassVar[bool] = False
+    """On a CPU the method attends pages whose K and V are in 8 bits (`HybridConfig.kv_dtype`)."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 
@@ -78,6 +80,12 @@ class Method(ABC):
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         """Raise ConfigError if the method cannot serve the configuration on the device tier ``device``."""
         check_operations(config, device)
+        if config.kv_dtype != "auto" and (device.type != "cpu" or not cls.reads_int8):
+            where = "on a GPU" if device.type != "cpu" else f"with method {config.method}"
+            raise ConfigError(
+                f"kv_dtype: {config.kv_dtype} is not supported {where}; write kv_dtype: auto, or serve method quest or "
+                "dense on a CPU"
+            )
         if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(
                 f"quality.min_mass: {config.method} has no budget that could follow it; write method: auto, or none"

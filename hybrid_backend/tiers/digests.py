@@ -11,6 +11,7 @@ from hybrid_backend.batch import PrefillRow, sent
 from hybrid_backend.kernels import codes
 from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.digest_format import CODES, DigestFormat
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.host_pool import HostPool
 
@@ -35,16 +36,18 @@ class Digests:
         operations: Operations,
         digest_format: DigestFormat,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
+        """Allocate the digests of ``layers``, all zero. ``dtype`` is the model's."""
         self._host, self._operations, self._format = host, operations, digest_format
         self.layers: dict[int, Tensor] = {}
         self.byte_copies: dict[int, Tensor] = {}
         for layer in layers:
-            pages, heads, _, _, dim = host.layers[layer].shape
-            shape, dtype = digest_format.shape(pages, heads, dim), digest_format.dtype(host.layers[layer].dtype)
-            self.layers[layer] = torch.zeros(shape, dtype=dtype, device=device)
+            kv = KvFormat.of(host.layers[layer])
+            shape = digest_format.shape(len(host.layers[layer]), kv.kv_heads, kv.head_dim)
+            self.layers[layer] = torch.zeros(shape, dtype=digest_format.dtype(dtype), device=device)
             if digest_format is CODES:
-                codes.rotation(dim, self.layers[layer].device)  # A captured graph cannot copy it to the device.
+                codes.rotation(kv.head_dim, self.layers[layer].device)  # A captured graph cannot copy it to the device.
             if digest_format.has_byte_copy:
                 self.byte_copies[layer] = native.empty_byte_digests(self.layers[layer])
 
@@ -56,8 +59,12 @@ class Digests:
         """Update the digests of the pages that a prompt chunk writes, from its keys ``k``.
 
         ``k`` is ``[chunk, kv_heads, head_dim]`` and need not be in the host pool yet. ``join`` is a function that waits
-        until all tokens of the step are in the host pool (`WriteBack.join`).
+        until all tokens of the step are in the host pool (`WriteBack.join`). Digests are of keys as pages hold them, so
+        those of pages in 8 bits are read from the host pool.
         """
+        if self._host.layers[layer].dtype is torch.int8:
+            self._extend_encoded(layer, row, join)
+            return
         page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
         whole, first = row.seq_len // page_size - before // page_size, before % page_size
         pages = row.written
@@ -71,6 +78,13 @@ class Digests:
         if len(pages):
             self._operations.extend_digests(k, self.layers[layer], pages, first, page_size)
         self._copy_bytes(layer, row.written[:whole])
+
+    def _extend_encoded(self, layer: int, row: PrefillRow, join: Callable[[], None]) -> None:
+        join()
+        pages, page_size = row.written, self._host.layers[layer].shape[3]
+        tokens = torch.full_like(pages, page_size)
+        tokens[-1:] = (row.seq_len - 1) % page_size + 1
+        self.rebuild(layer, pages, tokens)
 
     def rebuild(self, layer: int, pages: Tensor, tokens: Tensor | None = None) -> None:
         """Recompute the digests of ``pages`` (``[n]`` host page ids) from the keys in the host pool.

@@ -12,12 +12,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, float32, int32, int64
+from torch import Tensor, float32, int8, int32, int64
 
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
 from hybrid_backend.kernels.cpu.interface import PACKERS
 from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Copies, Counters, Maps
 
 _COUNTERS = len(Counters._fields)
@@ -134,16 +135,23 @@ def group_size(heads: int, kv_heads: int) -> int:
     return heads // kv_heads
 
 
-def paged_arguments(kv: Tensor) -> tuple[int, int, int, int, int, int]:
-    """Return the members of ``hb_paged``: address, pages, element type, KV heads, page size, head_dim.
+def paged_arguments(kv: Tensor, dtype: torch.dtype) -> tuple[int, int, int, int, int, int, int]:
+    """Return the members of ``hb_paged``: address, pages, element type, KV heads, page size, head_dim, encoding.
+
+    Args:
+        kv: pages.
+        dtype: the model's: that of queries and new tokens, and of ``kv`` too unless that is in 8 bits.
 
     Raises:
         ValueError: another shape or dtype, or not contiguous.
     """
-    pages, kv_heads, two, page_size, dim = kv.shape
+    pages, kv_heads, two, page_size, _ = kv.shape
     if two != 2:
         raise ValueError(f"pages must be [pages, kv_heads, 2, page_size, head_dim], not {tuple(kv.shape)}")
-    return address(kv, kv.dtype), pages, lib.dtype_number(kv.dtype), kv_heads, page_size, dim
+    stored = kv.dtype if kv.dtype is int8 else dtype
+    head_dim = KvFormat.of(kv).head_dim if stored is int8 else kv.shape[4]
+    number, encoding = lib.dtype_number(dtype), lib.kv_encoding(stored)
+    return address(kv, stored), pages, number, kv_heads, page_size, head_dim, encoding
 
 
 def team_arguments() -> tuple[int, int]:

@@ -44,6 +44,7 @@ _ISA_FLAGS: dict[str, dict[str, list[str]]] = {
         "avx512": _AVX512,
         "avx512_bf16": [*_AVX512, "-mavx512bf16"],
         "vnni": [*_AVX512, "-mavx512vnni"],
+        "vnni_attend": [*_AVX512, "-mavx512vnni"],
         "vbmi": [*_AVX512, "-mavx512vbmi"],
         "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
         "amx_prompt": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
@@ -59,7 +60,7 @@ _ISA_FLAGS: dict[str, dict[str, list[str]]] = {
 # The library exports no C++ symbol, so that it cannot clash with another copy of the standard library.
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = [
-    *("dispatch", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "decode_select"),
+    *("dispatch", "kv_format", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "decode_select"),
     *("op_attend", "op_digests", "op_labels", "op_prompt", "op_residency", "op_scores", "op_select"),
     *("measure", "selfcheck", "api"),
 ]

@@ -14,6 +14,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
 from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import AGGREGATES
 
 
@@ -67,6 +68,7 @@ class Decoder:
             whose threads then help the caller.
         threads: threads of the OpenMP team; None: ``torch.get_num_threads()``.
         isa: instruction set; None: the chosen kernels.
+        dtype: of queries, new K and V, and outputs, where the pages are in 8 bits; None: that of the pages.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -86,6 +88,7 @@ class Decoder:
         team: str | Pool = "openmp",
         threads: int | None = None,
         isa: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         first = next((layer for layer in layers if layer is not None), None)
         if first is None:
@@ -93,14 +96,16 @@ class Decoder:
         self._native = lib.native()
         byte_digests, sinks = byte_digests or {}, sinks or {}
         self._alive = (list(layers), dict(digests), dict(byte_digests), dict(sinks))
-        _, kv_heads, _, page_size, dim = first.shape
-        self.dtype = first.dtype
+        kv_heads, page_size, dim = first.shape[1], first.shape[3], first.shape[4]
+        if first.dtype is torch.int8:
+            dim = KvFormat.of(first).head_dim
+        self.dtype = first.dtype if dtype is None else dtype
         self.shape = (heads, dim)
         self._layers = len(layers)
         self._kv_shape = (kv_heads, dim)
         self._page_size = page_size
-        self._layer_shape = first.shape[1:]
-        model = lib.model_of(first.dtype, kv_heads, heads, dim, page_size, scale, bound)
+        self._layer_shape, self._layer_dtype = first.shape[1:], first.dtype
+        model = lib.model_of(self.dtype, kv_heads, heads, dim, page_size, scale, bound, self._layer_dtype)
         self._handle = self._native.hb_decode_new(ctypes.byref(model), len(layers), lib.isa_index(isa))
         if not self._handle:
             raise WorkerError(f"native CPU decoder: {lib.failure()}")
@@ -126,13 +131,13 @@ class Decoder:
     ) -> None:
         """Check the memory of one layer and hand it to the library."""
         kv_heads, dim = self._kv_shape
-        if layer.dtype != self.dtype or layer.shape[1:] != self._layer_shape:
+        if layer.dtype != self._layer_dtype or layer.shape[1:] != self._layer_shape:
             raise ValueError(f"layer {index} is unlike layer 0: {tuple(layer.shape)} {layer.dtype}")
         if digests is not None:
             digest_format = digest_format_of(digests, dim)
-            if digest_format is MINMAX_INT8 or digests.dtype != digest_format.dtype(layer.dtype):
+            if digest_format is MINMAX_INT8 or digests.dtype != digest_format.dtype(self.dtype):
                 raise ValueError(
-                    f"digests of layer {index} must be {layer.dtype} or codes, not {digests.dtype} "
+                    f"digests of layer {index} must be {self.dtype} or codes, not {digests.dtype} "
                     f"{tuple(digests.shape)}"
                 )
         heads = self.shape[0]
@@ -252,11 +257,11 @@ class Decoder:
 
         Args:
             index: index of the layer.
-            q: queries ``[tokens, heads, head_dim]`` in the cache's dtype, ``[heads, head_dim]`` contiguous, any token
+            q: queries ``[tokens, heads, head_dim]`` of `dtype`, ``[heads, head_dim]`` contiguous, any token
                 stride.
             k: new keys ``[tokens, kv_heads, head_dim]``, like ``q``; None: pages and digests have them already.
             v: new values, like ``k``.
-            out: ``[tokens, heads, head_dim]`` in the cache's dtype; only the rows' tokens are written.
+            out: ``[tokens, heads, head_dim]`` of `dtype`; only the rows' tokens are written.
             score_q: queries that select pages, like ``q``; None: ``q``.
             lse: ``[rows, heads]`` fp32, contiguous: takes the log-sum-exp, sinks included; None: not needed.
 

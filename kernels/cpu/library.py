@@ -19,6 +19,7 @@ from hybrid_backend.kernels.cpu.interface import CONSTANTS, STRUCTURES
 from hybrid_backend.kernels.cpu.measured_orders import measurements_folder
 from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, this_cpu
 from hybrid_backend.kernels.digest_format import CODES, MINMAX
+from hybrid_backend.kernels.kv_format import KvFormat
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
@@ -151,6 +152,8 @@ def cache_of(layer: Tensor) -> Any:
     Raises:
         ValueError: another shape, or rows that are not contiguous.
     """
+    if layer.dtype is torch.int8 and layer.dim() == 5 and not layer.is_contiguous():
+        raise ValueError(f"pages in 8 bits must be contiguous, not of strides {layer.stride()}")
     if layer.dim() != 5 or layer.shape[2] != 2 or layer.stride(4) != 1:
         raise ValueError(
             f"K and V of a layer must be [pages, kv_heads, 2, page_size, head_dim] with contiguous rows, not "
@@ -158,6 +161,9 @@ def cache_of(layer: Tensor) -> Any:
         )
     size = layer.element_size()
     page, head, part, token, _ = (stride * size for stride in layer.stride())
+    if layer.dtype is torch.int8:
+        token = KvFormat.of(layer).head_dim  # The scales stand behind the rows of K and V.
+        part = token * layer.shape[3]
     return Cache(layer.data_ptr(), layer.shape[0], page, head, part, token)
 
 
@@ -217,19 +223,32 @@ def dtype_number(dtype: torch.dtype) -> int:
     return DTYPES[dtype]
 
 
+def kv_encoding(dtype: torch.dtype) -> int:
+    """Return the number of the encoding of pages whose dtype is ``dtype`` (src/api.h)."""
+    return int(CONSTANTS["HB_KV_INT8" if dtype is torch.int8 else "HB_KV_PLAIN"])
+
+
 def model_of(
-    dtype: torch.dtype, kv_heads: int, heads: int, head_dim: int, page_size: int, scale: float, bound: float = 1.0
+    dtype: torch.dtype,
+    kv_heads: int,
+    heads: int,
+    head_dim: int,
+    page_size: int,
+    scale: float,
+    bound: float = 1.0,
+    kv_dtype: torch.dtype | None = None,
 ) -> Any:
     """Describe a model's shapes for the library, which checks ``head_dim`` and ``page_size`` itself.
 
     Args:
-        dtype: element type of queries, K, V and digests.
+        dtype: element type of queries, new K and V, and digests.
         kv_heads: KV heads of this rank.
         heads: query heads of this rank.
         head_dim: channels of a head.
         page_size: tokens of a page.
         scale: factor of the logits.
         bound: position of a page's score between the middle (0) and the upper end (1) of what its digest allows.
+        kv_dtype: dtype of the pages; None: ``dtype``.
 
     Returns:
         A `Model`.
@@ -239,4 +258,5 @@ def model_of(
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide among {kv_heads} KV heads")
-    return Model(dtype_number(dtype), kv_heads, heads // kv_heads, head_dim, page_size, scale, bound)
+    encoding = kv_encoding(kv_dtype or dtype)
+    return Model(dtype_number(dtype), kv_heads, heads // kv_heads, head_dim, page_size, scale, bound, encoding)

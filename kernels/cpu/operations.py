@@ -9,7 +9,7 @@ also a page_size that is a multiple of 16 up to 128.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, empty, float32, int32, int64
+from torch import Tensor, empty, float32, int8, int32, int64
 
 from hybrid_backend.kernels import oracle
 from hybrid_backend.kernels.cpu import library as lib
@@ -36,15 +36,15 @@ def append_tokens(
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
     digests: Tensor | None = None,
 ) -> None:  # fmt: skip
-    store = paged_arguments(host)
-    rows, token, kind = pages.numel(), store[3] * store[5], host.dtype
+    kind = k.dtype
+    store = paged_arguments(host, kind)
+    rows, token = pages.numel(), store[3] * store[5]
     framed = (0, 0, 0)
     frame_count = request_count = columns = 0
     if frames is not None and requests is not None and frame_of is not None:
         frame_count = frames.shape[0]
         request_count, columns = frame_of.shape
-        room = frame_count * 2 * store[4] * token
-        framed = (address(frames, kind, room), address(requests, int32, rows), address(frame_of, int32))
+        framed = (address(frames, host.dtype, frame_count * host[0].numel()), address(requests, int32, rows), address(frame_of, int32))
     wide = positions.dtype is int64
     call(
         "hb_append_tokens", *store, tokens_address(k, kind, rows, token), tokens_address(v, kind, rows, token),
@@ -75,10 +75,13 @@ def extend_digests(k: Tensor, digests: Tensor, pages: Tensor, first: int, page_s
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    n = pages.numel()
-    digests_at, number = digests_address(digests, kv.dtype, kv.shape[0], kv.shape[1], kv.shape[4])
+    n, kind = pages.numel(), kv.dtype
+    if kind is int8:
+        kind = digests.dtype if digests.is_floating_point() else float32
+    store = paged_arguments(kv, kind)
+    digests_at, number = digests_address(digests, kind, store[1], store[3], store[5])
     call(
-        "hb_build_digests", *paged_arguments(kv), digests_at, address(pages, int32), address(tokens, int32, n), number,
+        "hb_build_digests", *store, digests_at, address(pages, int32), address(tokens, int32, n), number,
         n, *team_arguments(),
     )  # fmt: skip
 
@@ -177,7 +180,7 @@ def paged_partial(
     if query_start is not None:
         check_one_query(query_start, len(ids))
     rows, heads, dim = q.shape
-    store = paged_arguments(kv)
+    store = paged_arguments(kv, q.dtype)
     row_stride, list_stride = list_strides(ids, rows)
     _, lists, n = ids.shape
     if dim != store[5]:
@@ -186,7 +189,7 @@ def paged_partial(
         raise ValueError(f"lists must be 1 or one per KV head ({store[3]}), not {lists}")
     out, lse = empty(rows, heads, 1, dim, dtype=float32), empty(rows, heads, 1, dtype=float32)
     call(
-        "hb_paged_partial", *store, address(q, kv.dtype), ids.data_ptr(), address(tokens, int32, rows * lists),
+        "hb_paged_partial", *store, address(q, q.dtype), ids.data_ptr(), address(tokens, int32, rows * lists),
         out.data_ptr(), lse.data_ptr(), rows, lists, n, row_stride, list_stride, group_size(heads, store[3]),
         lib.isa_index(None), *team_arguments(), scale,
     )  # fmt: skip
@@ -227,13 +230,13 @@ def merge_partials(
 
 def attend_prompt(
     q: Tensor, kv: Tensor, pages: Tensor, seq_len: int, scale: float, window: int | None, sinks: Tensor | None,
-    out: Tensor, isa: str | None = None,
+    out: Tensor, isa: str | None = None, new: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Attend a prompt's newest tokens exactly and causally, over pages that have their keys and values already.
 
     Args:
-        q: queries ``[tokens, heads, head_dim]`` of the cache's dtype, any row stride: the last of ``seq_len`` tokens.
-        kv: ``[pages, kv_heads, 2, page_size, head_dim]``.
+        q: queries ``[tokens, heads, head_dim]``, any row stride: the last of ``seq_len`` tokens.
+        kv: pages (`KvFormat`), of the dtype of ``q`` or in 8 bits.
         pages: ``[n]`` int32 pages of the sequence; pages that no window reaches are not read.
         seq_len: tokens of the sequence.
         scale: factor of the logits.
@@ -241,18 +244,22 @@ def attend_prompt(
         sinks: ``[heads]`` fp32 (`attention.partial.with_sinks`), or None.
         out: takes the result, like ``q``.
         isa: instruction set; None: the chosen kernels.
+        new: K and V of the newest tokens, ``[tokens, kv_heads, head_dim]`` like ``q``, which are attended instead of
+            what the pages hold of these tokens; None: the pages'.
     """
     tokens, heads, dim = q.shape
-    store = paged_arguments(kv)
+    store = paged_arguments(kv, q.dtype)
     if dim != store[5]:
         raise ValueError(f"queries of {dim} channels do not fit pages of {store[5]}")
     if out.shape != q.shape:
         raise ValueError(f"out must be {tuple(q.shape)} as the queries, not {tuple(out.shape)}")
+    k, v = (0, 0) if new is None else (tokens_address(x, q.dtype, tokens, store[3] * dim) for x in new)
+    new_strides = (0, 0) if new is None else (new[0].stride(0), new[1].stride(0))
     call(
-        "hb_attend_prompt", *store, tokens_address(q, kv.dtype, tokens, heads * dim), address(pages, int32),
-        0 if sinks is None else address(sinks, float32, heads), tokens_address(out, kv.dtype, tokens, heads * dim),
-        tokens, seq_len, pages.numel(), group_size(heads, store[3]), window or 0, q.stride(0), out.stride(0),
-        lib.isa_index(isa), *team_arguments(), scale,
+        "hb_attend_prompt", *store, tokens_address(q, q.dtype, tokens, heads * dim), k, v, address(pages, int32),
+        0 if sinks is None else address(sinks, float32, heads), tokens_address(out, q.dtype, tokens, heads * dim),
+        tokens, seq_len, pages.numel(), group_size(heads, store[3]), window or 0, q.stride(0), *new_strides,
+        out.stride(0), lib.isa_index(isa), *team_arguments(), scale,
     )  # fmt: skip
 
 
@@ -261,12 +268,12 @@ def page_weights(
     scale: float, alpha: float, largest: bool,
 ) -> None:  # fmt: skip
     rows, heads, dim = q.shape
-    store = paged_arguments(kv)
+    store = paged_arguments(kv, q.dtype)
     (row_stride, _), (place_stride, _) = list_strides(ids, rows), list_strides(places, rows)
     if dim != store[5]:
         raise ValueError(f"queries of {dim} channels do not fit pages of {store[5]}")
     call(
-        "hb_page_weights", *store, address(q, kv.dtype), ids.data_ptr(), places.data_ptr(),
+        "hb_page_weights", *store, address(q, q.dtype), ids.data_ptr(), places.data_ptr(),
         address(tokens, int32, rows),
         address(lse, float32, rows * heads), address(average, float32, len(average) * store[3] * store[4]), rows,
         ids.shape[2],

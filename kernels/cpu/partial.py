@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import library as lib
+from hybrid_backend.kernels.kv_format import KvFormat
 
 
 def partial(
@@ -49,13 +50,22 @@ def _arguments(
     """Return the C arguments, the outputs, and the tensors that must outlive the call."""
     args = lib.PartialArgs()
     args.cache = lib.cache_of(layer)
-    args.model = lib.model_of(layer.dtype, layer.shape[1], q.shape[1], layer.shape[4], layer.shape[3], scale)
+    args.model = _model(q, layer, scale)
     return (args, *_fill(args, q, layer, ids, valid))
+
+
+def _model(q: Tensor, layer: Tensor, scale: float) -> Any:
+    """Describe the shapes of a job. Queries are converted to the dtype of pages that are not in 8 bits."""
+    kv_format = KvFormat.of(layer) if layer.dtype is torch.int8 else None
+    dtype, dim = (layer.dtype, layer.shape[4]) if kv_format is None else (q.dtype, kv_format.head_dim)
+    return lib.model_of(
+        dtype, layer.shape[1], q.shape[1], dim, layer.shape[3], scale, kv_dtype=None if kv_format is None else layer.dtype
+    )
 
 
 def _fill(args: Any, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Fill the job's part of `lib.PartialArgs`; return the outputs and the tensors that must outlive the job."""
-    if q.dtype != layer.dtype:
+    if q.dtype != layer.dtype and layer.dtype is not torch.int8:
         q = q.to(layer.dtype)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -63,8 +73,8 @@ def _fill(args: Any, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tu
     if ids.shape != valid.shape or ids.dim() != 3 or ids.shape[0] != q.shape[0]:
         raise ValueError(f"page lists {tuple(ids.shape)} and {tuple(valid.shape)} do not fit {q.shape[0]} rows")
     rows, heads, dim = q.shape
-    if dim != layer.shape[4]:
-        raise ValueError(f"queries of {dim} channels do not fit a cache of {layer.shape[4]}")
+    if dim != args.model.head_dim:
+        raise ValueError(f"queries of {dim} channels do not fit a cache of {args.model.head_dim}")
     out = torch.empty(rows, heads, dim, dtype=torch.float32)
     lse = torch.empty(rows, heads, dtype=torch.float32)
     size = q.element_size()
@@ -113,9 +123,7 @@ class _Template:
         )
         if alike != self._alike:
             self._alike = ()
-            self.args.model = lib.model_of(
-                layer.dtype, layer.shape[1], q.shape[1], layer.shape[4], layer.shape[3], self._scale
-            )
+            self.args.model = _model(q, layer, self._scale)
             out, lse, alive = _fill(self.args, q, layer, ids, valid)
             # Only arguments that need no conversion may skip the checks the next time.
             is_unchanged = alive[0] is q and alive[2] is ids and alive[3] is valid

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_backend.engines.address import ServerAddress
 from hybrid_backend.engines.ending import RefuseWhileEnding
 from hybrid_backend.engines.sglang.compat import SGLANG
-from hybrid_backend.engines.sglang.settings import chosen, config_of, host_pool_bytes
+from hybrid_backend.engines.sglang.settings import chosen, pool_budget
 from hybrid_backend.errors import EngineError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _host_budget(original: Callable[..., int], configurator: Any, *args: Any, **
     view = resolved_view(configurator.server_args)
     if not chosen(view):
         return original(configurator, *args, **kwargs)
-    return host_pool_bytes(config_of(view))
+    return pool_budget(view)
 
 
 def _rows_freed(_: None, pool: Any, indices: list[int]) -> None:

@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
 from hybrid_backend.engines.sglang import OWN_BACKEND
+from hybrid_backend.engines.sglang.settings import config_of
 from hybrid_backend.errors import EngineError
 from hybrid_backend.kernels.kv_format import KvFormat
 
@@ -16,17 +17,22 @@ from hybrid_backend.kernels.kv_format import KvFormat
 class HostTokenPool(MHATokenToKVPool):
     """Token pool in host memory. Only the runtime reads and writes it, so SGLang's own accessors raise.
 
+    SGLang's dtype of the pool is the model's, also where pages are in 8 bits (``kv_dtype: int8``).
+
     Attributes:
-        pages: per layer ``[pages, kv_heads, 2, page_size, head_dim]``. Slot s lies in page ``s // page_size``; page 0
-            is SGLang's dummy.
+        pages: pages of each layer (`KvFormat`). Slot s lies in page ``s // page_size``; page 0 is SGLang's dummy.
     """
 
     pages: list[Tensor]
 
     def _create_buffers(self) -> None:
+        from sglang.srt.arg_groups.overrides import resolved_view
+        from sglang.srt.runtime_context import get_server_args
+
         if self.head_dim != self.v_head_dim or self.store_dtype != self.dtype:
-            raise EngineError("the hybrid backend needs K and V of one size, in a KV cache that is not quantised")
-        kv = KvFormat(self.head_num, self.page_size, self.head_dim, self.dtype)
+            raise EngineError("the hybrid backend needs K and V of one size, in a KV cache that SGLang does not quantise")
+        is_int8 = config_of(resolved_view(get_server_args())).kv_dtype == "int8"
+        kv = KvFormat(self.head_num, self.page_size, self.head_dim, torch.int8 if is_int8 else self.dtype)
         shape = kv.shape(self.size // self.page_size + 1)
         self.pages = [torch.zeros(shape, dtype=kv.dtype, device="cpu") for _ in range(self.layer_num)]
         self.k_buffer = [page[:, :, 0] for page in self.pages]

@@ -70,6 +70,7 @@ class Session:
         model = ModelSpec(
             len(layers), heads, kv_heads, head_dim, float(scale), pool.dtype, max_tokens=longest,
             layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
+            kv_dtype=torch.int8 if pool.pages[0].dtype is torch.int8 else None,
         )  # fmt: skip
         self.runtime = HybridRuntime(config, model, pool.pages, self._rows.size, torch.device("cpu"))
         for level, line in start_lines(self.runtime):

@@ -17,6 +17,7 @@ from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.host_memory import RESERVE, System, room
 from hybrid_backend.memory_plan.host_pool import PoolSize, choose_pool
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.methods import with_method
 
 ENV_RESOLVED = "HYBRID_SGLANG_CONFIG"
@@ -50,6 +51,21 @@ def config_of(arguments: Any) -> HybridConfig:
     model = model_config_of(getattr(arguments, "_cfg", arguments))
     heads, kv_heads = model.num_attention_heads, model.get_num_kv_heads(1)
     return with_method(config, heads, kv_heads, model.head_dim, torch.device(arguments.device))
+
+
+def pool_budget(arguments: Any) -> int:
+    """Return the bytes from which SGLang is to compute the tokens of its pool, once the engine is up.
+
+    SGLang counts a token's bytes in the model's dtype. Of pages in 8 bits so many more fit the host pool.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    config, model = config_of(arguments), model_config_of(getattr(arguments, "_cfg", arguments))
+    size = host_pool_bytes(config)
+    if config.kv_dtype != "int8":
+        return size
+    plain, int8 = (KvFormat(1, config.page_size, model.head_dim, dtype) for dtype in (model.dtype, torch.int8))
+    return size * plain.page_bytes // int8.page_bytes
 
 
 def host_pool_bytes(config: HybridConfig, weights: int | None = None, system: System | None = None) -> int:

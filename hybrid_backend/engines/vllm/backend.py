@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,9 +19,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from hybrid_backend.batch import Batch, Step, captured_step
+from hybrid_backend.engines.vllm.kv_dtype import INT8
 from hybrid_backend.engines.vllm.layer import HybridImpl, HybridMetadata
 from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.step.operations import are_launches
 
 if TYPE_CHECKING:
@@ -35,7 +38,15 @@ class HybridBackend(AttentionBackend):
     # One call per layer stores the new tokens and attends.
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", INT8]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return a layer's KV cache specification with the size of its pages: in 8 bits scales belong to them."""
+        if spec.dtype != torch.int8 or spec.state_content_bytes is not None:
+            return spec
+        kv = KvFormat(1, 1, spec.head_size, spec.dtype)
+        return replace(spec, state_content_bytes=kv.token_bytes)
 
     @staticmethod
     def get_name() -> str:

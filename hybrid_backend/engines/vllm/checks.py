@@ -21,6 +21,7 @@ from hybrid_backend.engines.vllm import (
     PARKING_SCHEDULER,
     SCHEDULER,
 )
+from hybrid_backend.engines.vllm.kv_dtype import INT8
 from hybrid_backend.engines.vllm.layer_kinds import AttentionShape, attention_shapes, full_shape, has_local_layers
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.methods import resolve_method
@@ -169,9 +170,14 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     ),
     Refusal(
         "a KV cache of another type than the model's",
-        lambda s: s.cache.cache_dtype != "auto" and s.cache.cache_dtype != s.dtype,
+        lambda s: s.cache.cache_dtype not in ("auto", s.dtype, INT8),
         "use --kv-cache-dtype auto, or the model's type where its own files ask for another",
         lambda s: f"{s.cache.cache_dtype} instead of {s.dtype}",
+    ),
+    Refusal(
+        "KV connectors with a KV cache in 8 bits",
+        lambda s: s.cache.cache_dtype == INT8 and s.vllm_config.kv_transfer_config is not None,
+        "leave out --kv-transfer-config, or use --kv-cache-dtype auto",
     ),
     Refusal(
         "prefixes that end within a block, of models with layers of other kinds than attention",

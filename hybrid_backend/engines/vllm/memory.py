@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
-
 from hybrid_backend.config import HybridConfig, format_size
 from hybrid_backend.engines.vllm.compat import binds_engines_apart
+from hybrid_backend.engines.vllm.kv_dtype import page_dtype
 from hybrid_backend.engines.vllm.layer_kinds import full_shape, has_local_layers, local_layers
 from hybrid_backend.engines.vllm.settings import add_option
 from hybrid_backend.errors import ConfigError
@@ -85,6 +84,6 @@ def _block_bytes(vllm_config: VllmConfig) -> int:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     kinds = local_layers(model)
     layers = kinds.count(False) if kinds else model.get_num_layers_by_block_type(vllm_config.parallel_config)
-    dtype = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype)
+    dtype = page_dtype(str(cache.cache_dtype), model.dtype)
     shape = full_shape(vllm_config)
     return KvFormat(shape.kv_heads, cache.block_size, shape.head_dim, dtype).page_bytes * layers

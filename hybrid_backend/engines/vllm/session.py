@@ -251,10 +251,11 @@ def _model_spec(layers: Sequence[Layer], full: Any, vllm_config: VllmConfig, sin
     full_shape = _shape([a for a in attentions if window_of(a) is None], "full-attention")
     window_shape = _shape([a for a in attentions if window_of(a) is not None], "sliding-window")
     assert full_shape is not None
+    pages = full.kv_cache_torch_dtype
     return ModelSpec(
         num_layers=len(layers),
         **full_shape._asdict(),
-        dtype=full.kv_cache_torch_dtype,
+        dtype=vllm_config.model_config.dtype if pages is torch.int8 else pages,
         windows=tuple(map(window_of, attentions)),
         max_tokens=vllm_config.model_config.max_model_len,
         hidden=vllm_config.model_config.get_hidden_size(),
@@ -262,6 +263,7 @@ def _model_spec(layers: Sequence[Layer], full: Any, vllm_config: VllmConfig, sin
         layer_weight_bytes=sum(weight.nbytes for weight in layers[0].decoder.parameters()),
         sinks=sinks.layers,
         window_shape=None if window_shape == full_shape else window_shape,
+        kv_dtype=pages if pages is torch.int8 else None,
     )
 
 

@@ -155,6 +155,8 @@ def make_plan(request: Request) -> Plan:
             raise ConfigError(f"--{key}: got {value}, expected an integer >= 1")
     devices = request.hardware.gpus if request.hardware else 1
     room = _room(request, devices)
+    stock = StockMemory(request.shape, Blocks.of(request.shape, request.config.page_size), room)
+    request = replace(request, shape=replace(request.shape, kv_dtype=request.config.kv_dtype))
     blocks = Blocks.of(request.shape, request.config.page_size)
     device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
     settled = request.config
@@ -163,7 +165,7 @@ def make_plan(request: Request) -> Plan:
     settled = with_method(settled, shape.heads, shape.kv_heads, shape.head_dim, device)
     settled = settled.for_layers(shape.attention_windows)
     request = replace(request, config=settled)
-    candidates: list[Candidate] = [StockMemory(request.shape, blocks, room)]
+    candidates: list[Candidate] = [stock]
     for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
@@ -341,7 +343,7 @@ def _simulated(candidate: Candidate, request: Request, batch: int) -> StepTime |
     cpu_rows = hardware.gpus * _requests_on_cpu(candidate, request.context, -(-batch // hardware.gpus))
     if cpu_rows and request.shape.full_layers < request.shape.layers:
         return None  # Requests of apex on the CPU are simulated for models with full attention only.
-    shape, config, cpu_rows = request.shape, request.config, min(batch, cpu_rows)
+    shape, config, cpu_rows = candidate.shape, request.config, min(batch, cpu_rows)
     device_rows, gpus = batch - cpu_rows, hardware.gpus
     if cpu_rows and device_rows and hardware.device == "gpu":
         # apex starts no request that would slow down those on the device (`Apex.room`).

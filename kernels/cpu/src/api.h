@@ -2,7 +2,8 @@
 // and Python. kernels/cpu/interface.py reads this file, which is the only declaration of the ABI: keep to plain
 // structures, enumerations and prototypes.
 //
-// Strides of this file are in bytes. Element types are numbered: 0 bf16, 1 fp16, 2 fp32. A function that returns int
+// Strides of this file are in bytes. Element types are numbered: 0 bf16, 1 fp16, 2 fp32 (and 3 int8, K and V only). A
+// function that returns int
 // returns 0 for success and a negative number for an error, which hb_last_error() of the same thread describes.
 #pragma once
 #include <stdint.h>
@@ -12,6 +13,10 @@ extern "C" {
 #endif
 
 enum { HB_OK = 0, HB_TIMEOUT = 1, HB_ERROR = -1 };
+
+// Encodings of K and V in pages (kernels/kv_format.py). In 8 bits a page's head is [2 (K|V), page_size, head_dim] int8,
+// then [2, page_size] fp16 scales, contiguous.
+enum { HB_KV_PLAIN = 0, HB_KV_INT8 = 1 };
 
 // K and V of one layer: [pages, kv_heads, 2 (K|V), page_size, head_dim], with any strides but a contiguous head_dim.
 typedef struct hb_cache {
@@ -38,10 +43,11 @@ typedef struct hb_byte_digests {
 } hb_byte_digests;
 
 typedef struct hb_model {
-  int32_t type;  // element type of q, K, V and digests
+  int32_t type;  // element type of q, new K and V, out and digests; of K and V in pages too if kv_encoding is plain
   int32_t kv_heads, group, head_dim, page_size;
   float scale;
   float bound;  // a page's score: 0 is the middle of the range that the digest allows, 1 its upper end (Quest)
+  int32_t kv_encoding;
 } hb_model;
 
 // Partial attention of one query per row. ids and valid are [rows, lists, capacity] int64, where lists is 1 or
@@ -83,8 +89,8 @@ int hb_variant_count(int operation);
 const char* hb_variant_name(int operation, int variant);
 // 1 if this CPU runs the variant, and the variant has the model's shape.
 int hb_variant_runs(int operation, int variant, const hb_model* model);
-// Sets the order in which HB_CHOSEN tries variants for the model's class of shapes: its element type, head_dim up to
-// 64, 128 or 512, and group 1, 2, up to 4 or more. order: [hb_variant_count] variant numbers. Call it before any other
+// Sets the order in which HB_CHOSEN tries variants for the model's class of shapes: its element type and encoding of K
+// and V, head_dim up to 64, 128 or 512, and group 1, 2, up to 4 or more. order: [hb_variant_count] variant numbers. Call it before any other
 // thread uses the library.
 int hb_set_variant_order(int operation, const hb_model* model, const int* order);
 // Times each variant up to `rounds` times on a small job of the model's shape, in this thread. seconds:

@@ -27,10 +27,10 @@ typedef struct hb_team {
   int64_t threads;
 } hb_team;
 
-// Host pages or frames, [pages, kv_heads, 2, page_size, head_dim].
+// Host pages or frames, [pages, kv_heads, 2, page_size, head_dim]. type: as in hb_model.
 typedef struct hb_paged {
   char* base;
-  int64_t pages, type, kv_heads, page_size, head_dim;
+  int64_t pages, type, kv_heads, page_size, head_dim, kv_encoding;
 } hb_paged;
 
 // `frames` of each request; frame i of request r is number i * requests + r.
@@ -149,10 +149,12 @@ int hb_merge_partials(const hb_merge_partials_args* args);
 typedef struct hb_attend_prompt_args {
   hb_paged kv;
   const char* q;  // [tokens, kv_heads * group, head_dim]
+  const char *k, *v;  // [tokens, kv_heads, head_dim] of the new tokens, which are read instead of the pages'; or null
   const int32_t* pages;  // [n] of the sequence
   const float* sinks;  // [kv_heads * group] or null
   char* out;  // as q
-  int64_t tokens, seq_len, n, group, window, q_stride, out_stride, isa;  // window: 0: none; strides in elements
+  int64_t tokens, seq_len, n, group, window, q_stride, k_stride, v_stride, out_stride,
+      isa;  // window: 0: none; strides in elements
   hb_team team;
   double scale;
 } hb_attend_prompt_args;

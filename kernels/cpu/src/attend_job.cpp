@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "guard.h"
+#include "kv_format.h"
 
 namespace hb {
 namespace {
@@ -27,11 +28,13 @@ void check_model(const hb_model& m) {
           "page_size must be a multiple of 16 up to 128");
   require(m.kv_heads >= 1, "there must be a KV head");
   require(m.scale > 0 && std::isfinite(m.scale), "the softmax scale must be positive");
+  require(m.kv_encoding == HB_KV_PLAIN || m.kv_encoding == HB_KV_INT8, "no such encoding of K and V");
 }
 
 Shape shape_of(const hb_model& model) {
   Shape shape{};
   shape.type = model.type;
+  shape.kv_type = kv_type(model);
   shape.head_dim = model.head_dim;
   shape.group = model.group;
   return shape;
@@ -61,31 +64,36 @@ void AttendJob::configure(const hb_model& model, const hb_cache& cache, int isa)
   check_model(model);
   require(isa_runs(isa), "this instruction set is not available on this CPU");
   model_ = model;
-  shape_ = {model.type,         model.head_dim, model.group,
-            model.page_size,    model.scale,    cache.token_stride,
-            cache.value_offset, nullptr,        1};
+  require(model.kv_encoding == HB_KV_PLAIN ||
+              (cache.token_stride == kv_row_bytes(model) && cache.value_offset == part_bytes(model)),
+          "pages in 8 bits must be contiguous");
+  shape_ = {model.type,  kv_type(model),     model.head_dim,     model.group, model.page_size,
+            model.scale, cache.token_stride, cache.value_offset, nullptr,     1};
   build_prefetch_order();
-  const int64_t page_bytes = 2 * (int64_t)model.page_size * model.head_dim * element_size(model.type);
-  shape_.prefetch_distance = (int)std::max<int64_t>(1, 16384 / page_bytes);
+  shape_.prefetch_distance = (int)std::max<int64_t>(1, 16384 / head_bytes(model));
   kernels_ = kernels_for(isa, shape_);
   isa_ = isa;
 }
 
 // prefetch.h explains the table. It is padded, so that kernels which request whole doses never run past its end.
 void AttendJob::build_prefetch_order() {
-  const int64_t row_bytes = model_.head_dim * element_size(model_.type);
+  const int64_t row_bytes = kv_row_bytes(model_);
   std::vector<std::vector<int32_t>> by_memory_page;
   int64_t last_page = -1, last_line = -1;
+  auto add_lines = [&](int64_t begin, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += kLine) {
+      const int64_t offset = begin + b;
+      if (offset / kLine == last_line) continue;
+      last_line = offset / kLine;
+      if (offset / kMemoryPage != last_page || by_memory_page.empty()) by_memory_page.emplace_back();
+      last_page = offset / kMemoryPage;
+      by_memory_page.back().push_back((int32_t)offset);
+    }
+  };
   for (int part = 0; part < 2; part++)
     for (int t = 0; t < model_.page_size; t++)
-      for (int64_t b = 0; b < row_bytes; b += kLine) {
-        const int64_t offset = part * cache_.value_offset + t * cache_.token_stride + b;
-        if (offset / kLine == last_line) continue;
-        last_line = offset / kLine;
-        if (offset / kMemoryPage != last_page || by_memory_page.empty()) by_memory_page.emplace_back();
-        last_page = offset / kMemoryPage;
-        by_memory_page.back().push_back((int32_t)offset);
-      }
+      add_lines(part * cache_.value_offset + t * cache_.token_stride, row_bytes);
+  add_lines(2 * part_bytes(model_), scale_bytes(model_));
   prefetch_order_.clear();
   for (size_t i = 0, before = 1; before != prefetch_order_.size(); i += 2) {
     before = prefetch_order_.size();
@@ -122,8 +130,7 @@ void AttendJob::plan(int lanes) {
 }
 
 int AttendJob::most_chunks(const hb_model& model, int64_t pages, int lanes) {
-  const int64_t page_bytes = 2 * (int64_t)model.page_size * model.head_dim * element_size(model.type);
-  const int64_t chunks_by_size = lanes == 1 ? 1 : std::max<int64_t>(pages * page_bytes / kChunkBytes, 1);
+  const int64_t chunks_by_size = lanes == 1 ? 1 : std::max<int64_t>(pages * head_bytes(model) / kChunkBytes, 1);
   return (int)std::min({chunks_by_size, (int64_t)kChunksPerLane * lanes, pages});
 }
 

@@ -18,17 +18,22 @@ struct Two {
 static inline __attribute__((always_inline)) Two widen_bf16(__m512i x) {
   return {(vf)_mm512_slli_epi32(x, 16), (vf)_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000))};
 }
-static inline __attribute__((always_inline)) vf load_half16(const char* p) {
+static inline __attribute__((always_inline)) vf load_halves(const char* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+static inline __attribute__((always_inline)) vf load_bytes16(const char* p) {
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 static inline __attribute__((always_inline)) Two load_pair_of(int type, const char* p) {
   if (type == BF16) return widen_bf16(_mm512_loadu_si512(p));
-  if (type == FP16) return {load_half16(p), load_half16(p + 32)};
+  if (type == FP16) return {load_halves(p), load_halves(p + 32)};
+  if (type == INT8) return {load_bytes16(p), load_bytes16(p + 16)};
   return {(vf)_mm512_loadu_ps(p), (vf)_mm512_loadu_ps(p + 64)};
 }
 static inline __attribute__((always_inline)) Two load_half_pair_of(int type, const char* p) {
   if (type == BF16) return widen_bf16(_mm512_maskz_loadu_epi32(0x00ff, p));
-  if (type == FP16) return {load_half16(p), vf{}};
+  if (type == FP16) return {load_halves(p), vf{}};
+  if (type == INT8) return {load_bytes16(p), vf{}};
   return {(vf)_mm512_loadu_ps(p), vf{}};
 }
 

@@ -6,6 +6,7 @@
 
 #include "code_levels.h"
 #include "digest.h"
+#include "kv_format.h"
 #include "memory.h"
 
 namespace hb {
@@ -51,7 +52,8 @@ CodeLayout::CodeLayout(int head_dim, int tokens) : dim(head_dim), page_size(toke
   distortion = (fine * kFineLoss + (coded - fine) * kCoarseLoss + (dim - coded)) / dim;
 }
 
-void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row) {
+void encode_page(const hb_model& model, const hb_cache& cache, const Isa& isa, const char* keys, uint8_t* row) {
+  const CodeLayout layout(model.head_dim, model.page_size);
   const int dim = layout.dim, tokens = layout.page_size, fine = layout.fine, coded = layout.coded;
   if (tokens > kMaxPageSize || tokens % 16)
     throw std::invalid_argument("a page has up to 128 tokens, a multiple of 16");
@@ -60,7 +62,8 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
   float high[kMaxHeadDim], low[kMaxHeadDim], scales[kMaxPageSize];
   for (int t = 0; t < tokens; t++) {
     float* key = x + t * dim;
-    isa.widen(type, keys + t * stride, key, dim);
+    if (kv_type(model) == INT8) decode_row(model, isa, keys, KEYS_PART, t, key);
+    else isa.widen(model.type, keys + t * cache.token_stride, key, dim);
     for (int d = 0; d < dim; d++) {
       key[d] = usable(key[d]);
       high[d] = t ? std::max(high[d], key[d]) : key[d];
@@ -111,10 +114,9 @@ void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char*
 
 void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa,
                  int64_t page) {
-  const CodeLayout layout(model.head_dim, model.page_size);
   for (int h = 0; h < model.kv_heads; h++)
-    encode_page(layout, isa, model.type, cache.base + page * cache.page_stride + h * cache.head_stride,
-                cache.token_stride, (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride);
+    encode_page(model, cache, isa, cache.base + page * cache.page_stride + h * cache.head_stride,
+                (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride);
 }
 
 void CodeScorer::prepare(const hb_model& model, const hb_digests& digests, const Kernels& kernels, const char* q,

@@ -24,8 +24,8 @@ struct CodeLayout {
   int planes_at() const { return dim + kHeader + page_size; }
 };
 
-// Encodes one KV head's digest. keys: [page_size, head_dim], rows `stride` bytes apart. Throws std::invalid_argument.
-void encode_page(const CodeLayout& layout, const Isa& isa, int type, const char* keys, int64_t stride, uint8_t* row);
+// Encodes one KV head's digest. keys: the head's first key in the cache. Throws std::invalid_argument.
+void encode_page(const hb_model& model, const hb_cache& cache, const Isa& isa, const char* keys, uint8_t* row);
 
 // Encodes the digests of all KV heads of a whole page.
 void encode_page(const hb_model& model, const hb_digests& digests, const hb_cache& cache, const Isa& isa, int64_t page);

@@ -16,8 +16,7 @@ constexpr int64_t kScoreBytes = 64 * 1024;  // digests that one scoring task rea
 }  // namespace
 
 DecodeLayer::DecodeLayer(const hb_model& model, int layers, int isa) : model_(model), isa_(isa), layers_(layers) {
-  const int64_t row = (int64_t)model.head_dim * element_size(model.type);
-  job_.configure(model, {nullptr, 0, 0, 0, row * model.page_size, row}, isa);  // throws for an impossible shape
+  job_.configure(model, {nullptr, 0, 0, 0, part_bytes(model), kv_row_bytes(model)}, isa);  // an impossible shape throws
   kernels_ = kernels_of(model, isa);
 }
 
@@ -231,13 +230,12 @@ void DecodeLayer::write_token(int r) {
   const hb_cache& cache = layer_->cache;
   const int64_t position = seq_lens_[r] - 1, offset = position % model_.page_size;
   const int64_t page = page_id(r, (int)(position / model_.page_size));
-  const int64_t row = (int64_t)model_.head_dim * element_size(model_.type);
   const char* k = args_.k + token_row(r) * args_.k_row_stride;
   const char* v = args_.v + token_row(r) * args_.v_row_stride;
-  store_token(cache, model_.kv_heads, page, offset, k, v, row);
+  store_token(model_, cache, *kernels_.base, page, offset, k, v);
   if (!layer_->sparse()) return;
   const bool is_whole = offset == model_.page_size - 1;
-  if (!in_codes()) append_to_digest(model_, layer_->digests, page, offset, k, row);
+  if (!in_codes()) append_to_digest(model_, layer_->digests, *kernels_.base, cache, page, offset);
   else if (is_whole) encode_page(model_, layer_->digests, cache, *kernels_.base, page);
   // Only whole pages are scored, so a page gets its byte digest when it is whole.
   if (layer_->byte_digests.base && is_whole)

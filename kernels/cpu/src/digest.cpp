@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 
+#include "kv_format.h"
 #include "memory.h"
 
 namespace hb {
@@ -41,12 +42,16 @@ void fold_key(int type, const char* key, char* high, char* low, int n, bool rese
   }
 }
 
-void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
-                      int64_t key_head_stride) {
+void append_to_digest(const hb_model& model, const hb_digests& digests, const Isa& isa, const hb_cache& cache,
+                      int64_t page, int64_t offset) {
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
+  const bool is_plain = kv_type(model) != INT8;
+  float room[kMaxHeadDim];
   for (int h = 0; h < model.kv_heads; h++) {
+    const char* head = cache.base + page * cache.page_stride + h * cache.head_stride;
+    const char* key = is_plain ? head + offset * cache.token_stride : key_of(model, isa, head, offset, room);
     char* high = digests.base + page * digests.page_stride + h * digests.head_stride;
-    fold_key(model.type, keys + h * key_head_stride, high, high + row, model.head_dim, offset == 0);
+    fold_key(model.type, key, high, high + row, model.head_dim, offset == 0);
   }
 }
 

@@ -12,9 +12,9 @@ namespace hb {
 // Folds one key of `n` elements into a max row and a min row; `reset` overwrites them.
 void fold_key(int type, const char* key, char* high, char* low, int n, bool reset);
 
-// Folds the keys of the token at `offset`, of all KV heads, into a page's digest.
-void append_to_digest(const hb_model& model, const hb_digests& digests, int64_t page, int64_t offset, const char* keys,
-                      int64_t key_head_stride);
+// Folds the keys of the token at `offset`, of all KV heads and as the page holds them, into the page's digest.
+void append_to_digest(const hb_model& model, const hb_digests& digests, const Isa& isa, const hb_cache& cache,
+                      int64_t page, int64_t offset);
 
 // Returns the bytes between two pages' byte digests: values and scales, padded to whole cache lines.
 inline int64_t byte_digest_stride(int64_t kv_heads, int64_t head_dim) {

@@ -114,11 +114,11 @@ int best_isa() {
 namespace {
 
 // Classes of shapes, in which the same variant is the fastest.
-constexpr int kClasses = 3 * 3 * 4;
+constexpr int kClasses = 3 * 2 * 3 * 4;
 int class_of(const Shape& shape) {
   const int width = shape.head_dim <= 64 ? 0 : shape.head_dim <= 128 ? 1 : 2;
   const int heads = shape.group <= 2 ? shape.group - 1 : shape.group <= 4 ? 2 : 3;
-  return (shape.type * 3 + width) * 4 + heads;
+  return ((shape.type * 2 + (shape.kv_type == INT8)) * 3 + width) * 4 + heads;
 }
 
 bool fits_all(const Shape&) { return true; }
@@ -140,6 +140,7 @@ struct Variant {
   PromptFn prompt;
   ByteKernels bytes;
   const CodeKernels* codes;
+  AttendFn (*attend)(const Shape*);
 };
 
 struct Variants {
@@ -156,6 +157,10 @@ struct Variants {
 #endif
 #ifdef HB_HAVE_VNNI
     add_bytes("vnni", hb_isa_avx512, cpu().vnni, hb_vnni_bytes);
+#endif
+#ifdef HB_HAVE_VNNI_ATTEND
+    of[PARTIAL].push_back({"vnni", &hb_isa_avx512, index_of(hb_isa_avx512), cpu().vnni, fits_all, nullptr, {}, nullptr,
+                           hb_vnni_attend});
 #endif
 #ifdef HB_HAVE_VBMI
     add_codes("vbmi", hb_isa_avx512, cpu().vbmi, &hb_vbmi_codes);
@@ -186,13 +191,13 @@ struct Variants {
   }
 
   void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&), PromptFn prompt) {
-    of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr});
+    of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr, nullptr});
   }
   void add_bytes(const char* name, const Isa& isa, bool runs, const ByteKernels& bytes) {
-    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, bytes, nullptr});
+    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, bytes, nullptr, nullptr});
   }
   void add_codes(const char* name, const Isa& isa, bool runs, const CodeKernels* codes) {
-    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, {}, codes});
+    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, {}, codes, nullptr});
   }
   // An instruction set has one variant of each operation that it implements, unless a better one has its name.
   void add_isa(const Isa& isa, bool runs) {
@@ -202,7 +207,7 @@ struct Variants {
       const auto has_name = [&](const Variant& variant) { return !std::strcmp(variant.name, isa.name); };
       if (std::any_of(of[operation].begin(), of[operation].end(), has_name)) continue;
       of[operation].push_back(
-          {isa.name, &isa, index_of(isa), runs, fits_all, isa.prompt, {isa.byte_dots, nullptr}, &isa.codes});
+          {isa.name, &isa, index_of(isa), runs, fits_all, isa.prompt, {isa.byte_dots, nullptr}, &isa.codes, isa.attend});
     }
   }
 };
@@ -233,7 +238,7 @@ bool take_variant(int operation, int index, const Shape& shape, Kernels& kernels
   if (!variant.runs || !variant.fits(shape)) return false;
   switch (operation) {
     case PROMPT: kernels.prompt = variant.prompt; return true;
-    case PARTIAL: kernels.attend = variant.isa->attend(&shape); return kernels.attend;
+    case PARTIAL: kernels.attend = variant.attend(&shape); return kernels.attend;
     case WEIGHTS: kernels.weigh = variant.isa->weigh(&shape); return true;
     case DIGESTS: kernels.digests = variant.isa; return true;
     case BYTES: kernels.bytes = variant.bytes; return true;

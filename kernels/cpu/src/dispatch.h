@@ -33,8 +33,8 @@ int variant_count(int operation);
 const char* variant_name(int operation, int variant);
 int variant_isa(int operation, int variant);  // the variant is for this instruction set and better ones
 
-// Sets the order in which an operation's variants are tried for the shapes of one class: element type, head_dim up to
-// 64, 128 or 512, and group 1, 2, up to 4 or more. The first variant is taken that runs on this CPU and has the shape.
+// Sets the order in which an operation's variants are tried for the shapes of one class: element type and that of K and
+// V, head_dim up to 64, 128 or 512, and group 1, 2, up to 4 or more. The first variant is taken that runs on this CPU and has the shape.
 // Orders are read without a lock: set them before other threads use the library.
 void set_variant_order(int operation, const Shape& shape, const std::vector<int>& variants);
 

@@ -5,16 +5,17 @@
 #pragma once
 #include <stdint.h>
 
-enum ElementType { BF16 = 0, FP16 = 1, FP32 = 2 };
+enum ElementType { BF16 = 0, FP16 = 1, FP32 = 2, INT8 = 3 };  // INT8: K and V in pages only (kv_format.h)
 
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxGroup = 16;
 constexpr int kMaxPageSize = 128;
 constexpr int kScoreTile = 4;  // pages scored together
 
-inline int element_size(int type) { return type == FP32 ? 4 : 2; }
+inline int element_size(int type) { return type == FP32 ? 4 : type == INT8 ? 1 : 2; }
 
-// One KV head of one page: K rows first, V rows `value_offset` bytes later.
+// One KV head of one page: K rows first, V rows `value_offset` bytes later. In 8 bits the fp16 scales of all keys and of
+// all values stand behind the rows of V.
 struct PageRef {
   const char* keys;
   int32_t tokens;  // valid tokens at the start of the page, 1..page_size
@@ -23,7 +24,8 @@ struct PageRef {
 
 // The values that all segments of a call share.
 struct Shape {
-  int type;                // ElementType of q, K and V
+  int type;                // ElementType of q
+  int kv_type;             // ElementType of K and V: as `type`, or INT8
   int head_dim;            // multiple of 16
   int group;               // query heads per KV head
   int page_size;           // multiple of 16
@@ -104,9 +106,10 @@ typedef void (*WeighFn)(const Shape*, const Segment*, const PageRef* pages, floa
                         bool largest);
 
 // Consecutive tokens of a prompt and the query heads of one KV head, whose queries attend the pages of their sequence.
-// The pages have the keys and values of these tokens already.
+// The pages have the keys and values of these tokens already. In 8 bits these tokens are read from `new_keys` and
+// `new_values` instead, as the model left them, so that only earlier chunks are read in 8 bits.
 struct PromptBlock {
-  int type, head_dim, group, page_size;  // type: of q, K, V and out; head_dim: a multiple of 16
+  int type, kv_type, head_dim, group, page_size;  // type: of q and out; head_dim: a multiple of 16
   float scale;
   int tokens;
   int64_t first;  // the first token's position in the sequence
@@ -118,6 +121,8 @@ struct PromptBlock {
   const int32_t* pages;  // pages of the sequence from its beginning; those that no window reaches are not read
   const char* keys;  // page 0's first K row of the KV head
   int64_t page_stride, value_offset;
+  const char *new_keys, *new_values;  // of the token `new_first` and those after it; null: the pages' are read
+  int64_t new_first, new_key_stride, new_value_stride;
   const float* sinks;  // [group] natural log, or null
   float* scratch;  // prompt_floats, 64-byte aligned
 };
@@ -157,6 +162,7 @@ struct Isa {
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx, hb_isa_neon;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni_bytes;  // for AVX-512 CPUs that have VNNI
+extern "C" HB_HIDDEN AttendFn hb_vnni_attend(const Shape*);  // pages in 8 bits only; for the same CPUs
 extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16. The latter also needs AMX, and a head_dim that is a multiple of
 // 32.

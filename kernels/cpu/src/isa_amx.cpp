@@ -323,7 +323,7 @@ AttendFn for_group(int group) {
 }
 
 AttendFn amx_attend(const Shape* shape) {
-  if (shape->type != BF16) return nullptr;
+  if (shape->type != BF16 || shape->kv_type != BF16) return nullptr;
   switch (shape->head_dim) {
     case 64: return for_group<2>(shape->group);
     case 96: return for_group<3>(shape->group);

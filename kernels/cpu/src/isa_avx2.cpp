@@ -12,15 +12,19 @@ struct Two {
 };
 
 #define HAVE_LOADS
-static inline __attribute__((always_inline)) vf load_half8(const char* p) {
+static inline __attribute__((always_inline)) vf load_halves(const char* p) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+static inline __attribute__((always_inline)) vf load_bytes8(const char* p) {
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 static inline __attribute__((always_inline)) Two load_pair_of(int type, const char* p) {
   if (type == BF16) {
     const __m256i x = _mm256_loadu_si256((const __m256i*)p);
     return {(vf)_mm256_slli_epi32(x, 16), (vf)_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000))};
   }
-  if (type == FP16) return {load_half8(p), load_half8(p + 16)};
+  if (type == FP16) return {load_halves(p), load_halves(p + 16)};
+  if (type == INT8) return {load_bytes8(p), load_bytes8(p + 8)};
   return {(vf)_mm256_loadu_ps((const float*)p), (vf)_mm256_loadu_ps((const float*)(p + 32))};
 }
 static inline __attribute__((always_inline)) Two load_half_pair_of(int, const char*) { return {vf{}, vf{}}; }

@@ -12,6 +12,7 @@
 #include "codes.h"
 #include "digest.h"
 #include "guard.h"
+#include "kv_format.h"
 #include "memory.h"
 #include "pool.h"
 
@@ -51,9 +52,10 @@ class Bench {
   Bench(Operation operation, const hb_model& like) : operation_(operation), model_(like) {
     model_.kv_heads = 1;
     row_ = model_.head_dim * element_size(model_.type);
-    part_ = model_.page_size * row_;
+    part_ = part_bytes(model_);
+    head_ = head_bytes(model_);
     const bool is_stream = operation == PARTIAL || operation == WEIGHTS;
-    count_ = is_stream ? std::max<int>(kPages, (int)(kStreamBytes / (2 * part_))) : kPages;
+    count_ = is_stream ? std::max<int>(kPages, (int)(kStreamBytes / head_)) : kPages;
     fill_cache();
     const int queries = std::max(kPromptQueries, kDigestHeads * model_.group);
     fill(q_, (int64_t)queries * model_.head_dim, 11);
@@ -62,11 +64,11 @@ class Bench {
     lse_.assign(model_.group, 3.f);
     scores_.resize((size_t)kDigestHeads * model_.group * kPages * model_.page_size);
     averages_.resize((size_t)count_ * model_.page_size);
-    job_.configure(model_, {cache_.data(), count_, 2 * part_, 2 * part_, part_, row_}, best_isa());
+    job_.configure(model_, cache(count_), best_isa());
     for (int i = 0; i < count_; i++) {
       const int page = (int)((int64_t)i * 37 % count_);  // scattered, as a pool's pages are
       ids_.push_back(page);
-      pages_.push_back({cache_.data() + page * 2 * part_, model_.page_size, 0});
+      pages_.push_back({cache_.data() + page * head_, model_.page_size, 0});
       page_averages_.push_back(&averages_[(size_t)page * model_.page_size]);
     }
     segment_ = {q_.data(), row_, 0, count_, result_.data(), lse_.data()};
@@ -104,25 +106,33 @@ class Bench {
   }
   // Repeats the first pages: copying is faster than making new values.
   void fill_cache() {
-    fill(cache_, kPages * 2 * part_ / element_size(model_.type), 7);
+    Lines<char> rows;
+    fill(rows, (int64_t)kPages * 2 * model_.page_size * model_.head_dim, 7);
+    cache_.resize((size_t)kPages * head_);
+    for (int64_t t = 0; t < kPages * model_.page_size; t++)
+      for (const Part part : {KEYS_PART, VALUES_PART})
+        encode_row(model_, base(), &rows[(2 * t + part) * row_], &cache_[t / model_.page_size * head_], part,
+                   t % model_.page_size);
     const size_t first = cache_.size();
-    cache_.resize((size_t)count_ * 2 * part_);
+    cache_.resize((size_t)count_ * head_);
     for (size_t to = first; to < cache_.size(); to += first)
       std::memcpy(&cache_[to], cache_.data(), std::min(first, cache_.size() - to));
   }
   const Isa& base() const { return base_isa(best_isa()); }
+  hb_cache cache(int pages) {
+    return {cache_.data(), pages, head_, head_, part_, kv_row_bytes(model_)};
+  }
 
   void make_digests() {
     digests_.resize((size_t)(kPages * 2 * row_));
     bytes_.resize((size_t)kPages * byte_row());
     codes_.resize((size_t)kPages * 4 * model_.head_dim);
-    const hb_cache cache{cache_.data(), kPages, 2 * part_, 2 * part_, part_, row_};
     const hb_digests digests{digests_.data(), 2 * row_, 2 * row_, HB_MINMAX};
     for (int page = 0; page < kPages; page++) {
       for (int t = 0; t < model_.page_size; t++)
-        append_to_digest(model_, digests, page, t, cache_.data() + page * 2 * part_ + t * row_, 0);
+        append_to_digest(model_, digests, base(), cache(kPages), page, t);
       write_byte_digest(model_, digests, byte_digests(), base(), page);
-      encode_page(model_, code_store(), cache, base(), page);
+      encode_page(model_, code_store(), cache(kPages), base(), page);
     }
   }
   int64_t byte_row() const { return byte_digest_stride(1, model_.head_dim); }
@@ -158,6 +168,7 @@ class Bench {
     const int64_t group_row = model_.group * row_;
     float* scratch = grown_lines(scratch_, prompt_floats(tokens * model_.group, model_.head_dim));
     return {model_.type,
+            kv_type(model_),
             model_.head_dim,
             model_.group,
             model_.page_size,
@@ -173,15 +184,20 @@ class Bench {
             row_,
             ids_.data(),
             cache_.data(),
-            2 * part_,
+            head_,
             part_,
+            nullptr,
+            nullptr,
+            0,
+            0,
+            0,
             nullptr,
             scratch};
   }
 
   Operation operation_;
   hb_model model_;
-  int64_t row_, part_;  // bytes of a token's K, of a page's K
+  int64_t row_, part_, head_;  // bytes of a query, of a page's K, of a page
   int count_;  // pages
   Lines<char> cache_, q_, out_, digests_;
   Lines<uint8_t> bytes_, codes_;

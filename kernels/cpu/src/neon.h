@@ -13,7 +13,7 @@ struct Two {
 };
 
 #define HAVE_LOADS
-static inline __attribute__((always_inline)) vf load_half4(const char* p) {
+static inline __attribute__((always_inline)) vf load_halves(const char* p) {
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)));
 }
 static inline __attribute__((always_inline)) Two load_pair_of(int type, const char* p) {
@@ -21,7 +21,11 @@ static inline __attribute__((always_inline)) Two load_pair_of(int type, const ch
     const uint32x4_t x = vreinterpretq_u32_u8(vld1q_u8((const uint8_t*)p));
     return {(vf)vshlq_n_u32(x, 16), (vf)vandq_u32(x, vdupq_n_u32(0xffff0000))};
   }
-  if (type == FP16) return {load_half4(p), load_half4(p + 8)};
+  if (type == FP16) return {load_halves(p), load_halves(p + 8)};
+  if (type == INT8) {
+    const int16x8_t x = vmovl_s8(vld1_s8((const int8_t*)p));
+    return {(vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), (vf)vcvtq_f32_s32(vmovl_high_s16(x))};
+  }
   return {(vf)vld1q_u8((const uint8_t*)p), (vf)vld1q_u8((const uint8_t*)p + 16)};
 }
 static inline __attribute__((always_inline)) Two load_half_pair_of(int, const char*) { return {vf{}, vf{}}; }

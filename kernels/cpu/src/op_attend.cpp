@@ -98,9 +98,8 @@ HB_API int hb_page_weights(const hb_page_weights_args* args) {
     const hb_model model = hb::model_of(a.kv, a.group, a.scale);
     hb::check_model(model);
     const hb_cache cache = hb::cache_of(a.kv);
-    const Shape shape{model.type,         model.head_dim, model.group,
-                      model.page_size,    model.scale,    cache.token_stride,
-                      cache.value_offset, nullptr,        1};
+    const Shape shape{model.type,  hb::kv_type(model), model.head_dim,     model.group, model.page_size,
+                      model.scale, cache.token_stride, cache.value_offset, nullptr,     1};
     const WeighFn weigh = hb::kernels_of(model, (int)a.isa).weigh;
     const int64_t head_size = hb::row_bytes(a.kv), group_size = a.group * head_size;
     int64_t bytes = 0;

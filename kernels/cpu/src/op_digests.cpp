@@ -18,16 +18,17 @@ using hb::require;
 
 namespace {
 
-// Max and min of the first `tokens` keys at `keys`, `row` bytes apart.
-void fold_keys(const hb_model& model, const char* keys, int64_t row, int64_t tokens, char* high, char* low) {
-  for (int64_t t = 0; t < tokens; t++) hb::fold_key(model.type, keys + t * row, high, low, model.head_dim, t == 0);
+// Max and min of the first `tokens` keys of a page's head, in the model's type.
+void fold_keys(const hb_model& model, const Isa& isa, const char* head, int64_t tokens, char* high, char* low) {
+  float room[kMaxHeadDim];
+  for (int64_t t = 0; t < tokens; t++)
+    hb::fold_key(model.type, hb::key_of(model, isa, head, t, room), high, low, model.head_dim, t == 0);
 }
 
-// What makes digests of whole pages; null where they are of growing pages too.
-const Isa* coder(const hb_model& model, int64_t format) {
-  if (format == HB_MINMAX) return nullptr;
-  hb::check_model(model);
-  return hb::kernels_of(model, hb::best_isa()).base;
+// What converts numbers. Only digests of whole pages, and pages in 8 bits, limit the shape.
+const Isa& converter(const hb_model& model, bool limits_shape) {
+  if (limits_shape || model.kv_encoding != HB_KV_PLAIN) hb::check_model(model);
+  return hb::base_isa(hb::best_isa());
 }
 
 // The digest of a whole page, as codes or as maxima and minima in 8 bits.
@@ -38,7 +39,7 @@ void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& di
   const int64_t row = hb::row_bytes(kv);
   for (int64_t h = 0; h < kv.kv_heads; h++) {
     char ends[2 * kMaxHeadDim * sizeof(float)];
-    fold_keys(model, hb::keys_of(kv, page, h), row, kv.page_size, ends, ends + row);
+    fold_keys(model, isa, hb::keys_of(kv, page, h), kv.page_size, ends, ends + row);
     uint8_t* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
     std::memset(to, 0, digests.head_stride);
     hb::write_byte_digest(one_head, {ends, 0, 2 * row, HB_MINMAX}, {to, 0}, isa, 0);
@@ -51,12 +52,11 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
   return guarded([&] {
     const hb_append_tokens_args& a = *args;
     const hb_model model = hb::model_of(a.host, 1, 1);
-    const int64_t row = hb::row_bytes(a.host);
     hb_cache frames = hb::cache_of(a.host);
     const hb_cache host = frames;
     frames.base = a.frames;
     const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
-    const Isa* isa = coder(model, a.digest_format);
+    const Isa& isa = converter(model, a.digests && a.digest_format != HB_MINMAX);
     for (int64_t r = 0; r < a.rows; r++) {
       const int64_t page = a.pages[r];
       if (page < 0) continue;
@@ -66,18 +66,18 @@ HB_API int hb_append_tokens(const hb_append_tokens_args* args) {
       const int64_t offset = position % a.host.page_size;
       const int64_t size = element_size((int)a.host.type);
       const char *k = a.k + r * a.k_stride * size, *v = a.v + r * a.v_stride * size;
-      hb::store_token(host, a.host.kv_heads, page, offset, k, v, row);
+      hb::store_token(model, host, isa, page, offset, k, v);
       if (a.frames) {
         const int64_t column = check_id(position / a.host.page_size, a.columns, "logical page");
         const int32_t frame = a.frame_of[check_id(a.requests[r], a.request_count, "request") * a.columns + column];
         if (frame >= 0) {
           check_id(frame, a.frame_count, "frame");
-          hb::store_token(frames, a.host.kv_heads, frame, offset, k, v, row);
+          hb::store_token(model, frames, isa, frame, offset, k, v);
         }
       }
       if (!a.digests) continue;
-      if (a.digest_format == HB_MINMAX) hb::append_to_digest(model, digests, page, offset, k, row);
-      else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, *isa, page);
+      if (a.digest_format == HB_MINMAX) hb::append_to_digest(model, digests, isa, host, page, offset);
+      else if (offset == a.host.page_size - 1) digest_page(model, a.host, digests, isa, page);
     }
   });
 }
@@ -89,20 +89,20 @@ HB_API int hb_build_digests(const hb_build_digests_args* args) {
     require(model.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16 up to 512");
     const hb_digests digests = hb::digests_of(a.digests, model, a.digest_format);
     const int64_t row = hb::row_bytes(a.kv);
-    const Isa* isa = coder(model, a.digest_format);
+    const Isa& isa = converter(model, a.digest_format != HB_MINMAX);
     auto build = [&](int64_t i) {
       const int64_t page = a.pages[i], tokens = a.tokens[i];
       if (page < 0 || tokens <= 0) return;
       check_id(page, a.kv.pages, "page");
       require(tokens <= a.kv.page_size, "a page to digest has 1 to page_size tokens");
       if (a.digest_format != HB_MINMAX) {
-        if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, *isa, page);
+        if (tokens == a.kv.page_size) digest_page(model, a.kv, digests, isa, page);
         return;
       }
       for (int64_t h = 0; h < a.kv.kv_heads; h++) {
         // Written at once, so that a page which is listed twice is right whoever builds it.
         char high[kMaxHeadDim * sizeof(float)], low[kMaxHeadDim * sizeof(float)];
-        fold_keys(model, hb::keys_of(a.kv, page, h), row, tokens, high, low);
+        fold_keys(model, isa, hb::keys_of(a.kv, page, h), tokens, high, low);
         char* to = digests.base + page * digests.page_stride + h * digests.head_stride;
         std::memcpy(to, high, row);
         std::memcpy(to + row, low, row);

@@ -44,6 +44,7 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
       const int64_t head = item % a.kv.kv_heads, begin = (blocks - 1 - item / a.kv.kv_heads) * step;  // longest first
       const int64_t first_head = head * a.group, tokens = std::min(step, a.tokens - begin);
       const PromptBlock block{model.type,
+                              hb::kv_type(model),
                               model.head_dim,
                               model.group,
                               model.page_size,
@@ -60,7 +61,12 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
                               a.pages,
                               hb::keys_of(a.kv, 0, head),
                               hb::page_bytes(a.kv),
-                              a.kv.page_size * row,
+                              hb::part_bytes(model),
+                              a.k ? a.k + head * row : nullptr,
+                              a.v ? a.v + head * row : nullptr,
+                              before,
+                              a.k_stride * size,
+                              a.v_stride * size,
                               a.sinks ? a.sinks + first_head : nullptr,
                               hb::grown_lines(room, prompt_floats(tokens * a.group, dim))};
       attend(&block);

@@ -5,28 +5,9 @@
 #include "api.h"
 #include "api_operations.h"
 #include "isa.h"
+#include "kv_format.h"
 
 namespace hb {
-
-inline int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }
-inline int64_t head_bytes(const hb_paged& x) { return 2 * x.page_size * row_bytes(x); }
-inline int64_t page_bytes(const hb_paged& x) { return x.kv_heads * head_bytes(x); }
-inline char* keys_of(const hb_paged& x, int64_t page, int64_t head) {
-  return x.base + page * page_bytes(x) + head * head_bytes(x);
-}
-
-inline hb_cache cache_of(const hb_paged& x) {
-  return {x.base, x.pages, page_bytes(x), head_bytes(x), x.page_size * row_bytes(x), row_bytes(x)};
-}
-// Stores a token's K and V, [kv_heads, head_dim] each, at `offset` of a page. `row` is the bytes of head_dim elements.
-inline void store_token(const hb_cache& cache, int64_t kv_heads, int64_t page, int64_t offset, const char* k,
-                        const char* v, int64_t row) {
-  char* to = cache.base + page * cache.page_stride + offset * cache.token_stride;
-  for (int64_t h = 0; h < kv_heads; h++, to += cache.head_stride) {
-    std::memcpy(to, k + h * row, row);
-    std::memcpy(to + cache.value_offset, v + h * row, row);
-  }
-}
 
 inline hb_model model_of(const hb_paged& x, int64_t group, double scale) {
   return {(int32_t)x.type,
@@ -35,7 +16,36 @@ inline hb_model model_of(const hb_paged& x, int64_t group, double scale) {
           (int32_t)x.head_dim,
           (int32_t)x.page_size,
           (float)scale,
-          1.f};
+          1.f,
+          (int32_t)x.kv_encoding};
+}
+
+inline int64_t row_bytes(const hb_paged& x) { return x.head_dim * element_size((int)x.type); }  // of new tokens
+inline int64_t head_bytes(const hb_paged& x) { return head_bytes(model_of(x, 1, 1)); }
+inline int64_t page_bytes(const hb_paged& x) { return x.kv_heads * head_bytes(x); }
+inline char* keys_of(const hb_paged& x, int64_t page, int64_t head) {
+  return x.base + page * page_bytes(x) + head * head_bytes(x);
+}
+
+inline hb_cache cache_of(const hb_paged& x) {
+  const hb_model model = model_of(x, 1, 1);
+  return {x.base, x.pages, page_bytes(x), head_bytes(x), part_bytes(model), kv_row_bytes(model)};
+}
+// Stores a token's K and V, [kv_heads, head_dim] each, at `offset` of a page.
+inline void store_token(const hb_model& model, const hb_cache& cache, const Isa& isa, int64_t page, int64_t offset,
+                        const char* k, const char* v) {
+  const int64_t row = (int64_t)model.head_dim * element_size(model.type);
+  char* to = cache.base + page * cache.page_stride;
+  const bool is_plain = kv_type(model) != INT8;  // pages of the model's type may have any strides
+  for (int h = 0; h < model.kv_heads; h++, to += cache.head_stride, k += row, v += row) {
+    if (is_plain) {
+      std::memcpy(to + offset * cache.token_stride, k, row);
+      std::memcpy(to + offset * cache.token_stride + cache.value_offset, v, row);
+    } else {
+      encode_row(model, isa, k, to, KEYS_PART, offset);
+      encode_row(model, isa, v, to, VALUES_PART, offset);
+    }
+  }
 }
 
 }  // namespace hb

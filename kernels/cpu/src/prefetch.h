@@ -18,6 +18,11 @@ struct Prefetch {
     next += LINES;
   }
 
+  // The lines of a page's scales, which a kernel reads beside those of its rows: `bytes` of K's and V's.
+  inline __attribute__((always_inline)) void scales(int bytes) {
+    for (int i = 0; i < bytes; i += 64) lines<1>();
+  }
+
   // For a kernel step that reads BYTES per call: a step below one line asks for one line every few calls.
   template <int BYTES>
   inline __attribute__((always_inline)) void step(int call) {

@@ -107,25 +107,58 @@ void pack_queries(const PromptBlock& b, float* q, int rows) {
   }
 }
 
+// Reads a token's K (part 0) or V (part 1) from a page in 8 bits; `at` is the token's place in the page.
+INLINE void widen_encoded(const PromptBlock& b, const char* head, int part, int64_t at, float* to) {
+  const int8_t* from = (const int8_t*)head + part * b.value_offset + at * b.head_dim;
+  alignas(64) char half[2 * LANES] = {};
+  memcpy(half, head + 2 * b.value_offset + 2 * (part * b.page_size + at), 2);
+  const float scale = load_halves(half)[0];
+  for (int d = 0; d < b.head_dim; d++) to[d] = scale * (float)from[d];
+}
+
+// K and V of a token of the sequence as the unit packs them: in b.type, or in 8 bits widened to fp32 (DEPTH 1), or
+// rounded to bf16. `rooms` holds a row of K and one of V.
+struct TokenRows {
+  const char *key, *value;
+  bool is_wide;  // in fp32, whatever b.type is
+};
+template <class Unit>
+INLINE TokenRows token_rows(const PromptBlock& b, int64_t at, float (*rooms)[kMaxHeadDim]) {
+  if (b.new_keys && at >= b.new_first)
+    return {b.new_keys + (at - b.new_first) * b.new_key_stride, b.new_values + (at - b.new_first) * b.new_value_stride,
+            false};
+  const char* head = b.keys + b.pages[at / b.page_size] * b.page_stride;
+  const int64_t place = at % b.page_size;
+  if (b.kv_type != INT8) {
+    const char* key = head + place * b.head_dim * element_size(b.type);
+    return {key, key + b.value_offset, false};
+  }
+  alignas(64) float wide[kMaxHeadDim];
+  for (int i = 0; i < 2; i++) {
+    float* to = Unit::DEPTH == 1 ? rooms[i] : wide;
+    widen_encoded(b, head, i, place, to);
+    if (Unit::DEPTH > 1) vector_convert(BF16, wide, rooms[i], b.head_dim);
+  }
+  return {(const char*)rooms[0], (const char*)rooms[1], Unit::DEPTH == 1};
+}
+
 // K and V of the keys begin..begin + KEYS of the sequence, in cells: k[panel][cells][PANEL], v[KEYS / DEPTH][head_dim].
 // Keys outside of from..to are not read; their cells are zero.
 template <class Unit>
 void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t from, int64_t to) {
   constexpr int MANY = PANEL < 16 ? PANEL : 16;  // at once
   const int dim = b.head_dim, cells = dim / Unit::DEPTH;
-  const int64_t row = (int64_t)dim * element_size(b.type);
   alignas(64) static const char zeros[kMaxHeadDim * sizeof(float)] = {};
-  alignas(64) float wide[MANY][kMaxHeadDim];
+  alignas(64) float wide[MANY][kMaxHeadDim], rooms[MANY][2][kMaxHeadDim];
   for (int t = 0; t < KEYS; t += MANY) {
     const float* keys[MANY];
-    const char* values[MANY];
+    TokenRows rows[MANY];
     for (int i = 0; i < MANY; i++) {
       const int64_t at = begin + t + i;
-      const bool lives = at >= from && at < to;
-      const char* key = lives ? b.keys + b.pages[at / b.page_size] * b.page_stride + at % b.page_size * row : zeros;
-      values[i] = lives ? key + b.value_offset : zeros;
-      keys[i] = (const float*)key;
-      if (Unit::DEPTH == 1 && b.type != FP32) vector_widen(b.type, key, wide[i], dim), keys[i] = wide[i];
+      rows[i] = at >= from && at < to ? token_rows<Unit>(b, at, rooms[i]) : TokenRows{zeros, zeros, false};
+      keys[i] = (const float*)rows[i].key;
+      if (Unit::DEPTH == 1 && b.type != FP32 && !rows[i].is_wide)
+        vector_widen(b.type, rows[i].key, wide[i], dim), keys[i] = wide[i];
     }
     float* columns = k + t / PANEL * PANEL * cells + t % PANEL;
     int c = 0;
@@ -136,9 +169,9 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
       for (int i = 0; i < MANY; i++) columns[c * PANEL + i] = keys[i][c];
     for (int i = 0; i < MANY; i += Unit::DEPTH) {
       float* to_row = v + (t + i) / Unit::DEPTH * dim;
-      if constexpr (Unit::DEPTH == 1) vector_widen(b.type, values[i], to_row, dim);
+      if constexpr (Unit::DEPTH == 1) vector_widen(rows[i].is_wide ? FP32 : b.type, rows[i].value, to_row, dim);
 #ifdef HAVE_PAIRS
-      else pair_rows(values[i], values[i + 1], to_row, dim);
+      else pair_rows(rows[i].value, rows[i + 1].value, to_row, dim);
 #endif
     }
   }

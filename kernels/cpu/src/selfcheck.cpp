@@ -60,8 +60,9 @@ std::vector<float> prompt_outputs(int isa, int dim, int group) {
   const int64_t row = dim * 2, part = kPageSize * row;
   std::vector<uint16_t> out(q.size());
   std::vector<float> scratch, result(q.size());
-  const Shape shape{BF16, dim, group, kPageSize, 0.05f, row, part, nullptr, 1};
+  const Shape shape{BF16, BF16, dim, group, kPageSize, 0.05f, row, part, nullptr, 1};
   const PromptBlock block{BF16,
+                          BF16,
                           dim,
                           group,
                           kPageSize,
@@ -79,6 +80,11 @@ std::vector<float> prompt_outputs(int isa, int dim, int group) {
                           (const char*)cache.data(),
                           2 * part,
                           part,
+                          nullptr,
+                          nullptr,
+                          0,
+                          0,
+                          0,
                           nullptr,
                           grown_lines(scratch, prompt_floats((int64_t)kTokens * group, dim))};
   const Kernels kernels = kernels_for(isa, shape);

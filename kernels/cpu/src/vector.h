@@ -8,7 +8,8 @@
 //
 // bf16 is widened by shift and mask, not fed to vdpbf16ps: that instruction measured half the speed of fp32 FMA.
 // A "pair" is 2 * LANES elements, loaded as two fp32 vectors. For bf16 they hold the even and the odd elements, else
-// the lower and the upper half; queries go through the same load, so that dot products do not care.
+// the lower and the upper half; queries go through the same load, so that dot products do not care. With K in 8 bits
+// queries are widened in order first.
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -62,12 +63,16 @@ INLINE vf widen_half(const char* p) {
   const vi bits = special ? ((vi)(magnitude << 13) | 0x7f800000) : (vi)value;
   return (vf)(bits | ((x & 0x8000) << 16));
 }
+typedef int8_t vb_any __attribute__((vector_size(LANES), aligned(1), may_alias));
+INLINE vf widen_bytes(const char* p) { return __builtin_convertvector(*(const vb_any*)p, vf); }
+INLINE vf load_halves(const char* p) { return widen_half(p); }
 INLINE Two load_pair_of(int type, const char* p) {
   if (type == BF16) {
     const vi x = *(const vi_any*)p;
     return {(vf)(x << 16), (vf)(x & (vi{} + (int32_t)0xffff0000))};
   }
   if (type == FP16) return {widen_half(p), widen_half(p + LANE_BYTES / 2)};
+  if (type == INT8) return {widen_bytes(p), widen_bytes(p + LANES)};
   return {*(const vf_any*)p, *(const vf_any*)(p + LANE_BYTES)};
 }
 // The first half of a pair, zero elsewhere. Only vectors of 16 lanes meet it: dimensions are multiples of 16.
@@ -125,6 +130,6 @@ INLINE void reduce(vf (&acc)[HEADS][TOKENS], float* s, int s_stride) {
 #endif
 
 // Element size by type, as a constant where the type is one.
-template <int TYPE> constexpr int kSize = TYPE == FP32 ? 4 : 2;
+template <int TYPE> constexpr int kSize = TYPE == FP32 ? 4 : TYPE == INT8 ? 1 : 2;
 
 }  // namespace

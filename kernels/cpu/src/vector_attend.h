@@ -2,7 +2,7 @@
 // Included once per instruction set, after vector.h.
 #pragma once
 #include "prefetch.h"
-#include "vector.h"
+#include "vector_convert.h"
 
 namespace {
 
@@ -34,14 +34,21 @@ INLINE Two load_row(const State& st, const char* row, int pair) {
   return pair < st.pairs ? load_pair_of(TYPE, p) : load_half_pair_of(TYPE, p);
 }
 
+// TYPE: that of K and V. Pages in 8 bits hold a row in order, so the query is brought into order as well.
 template <int TYPE>
 void begin_segment(State& st, const Segment& seg) {
+  constexpr int QUERY = TYPE == INT8 ? FP32 : TYPE;
+  alignas(64) float wide[kMaxHeadDim];
   const vf scale = splat(st.shape->scale * LOG2E);
   for (int g = 0; g < st.shape->group; g++) {
     const char* row = (const char*)seg.q + g * seg.q_head_stride;
+    if (TYPE == INT8) {
+      vector_widen(st.shape->type, row, wide, st.shape->head_dim);
+      row = (const char*)wide;
+    }
     float* q = &st.q[place_of(st, g)];
     for (int p = 0; p < st.pairs + st.half_pair; p++, q += block_heads(st, g) * PAIR) {
-      const Two x = load_row<TYPE>(st, row, p);
+      const Two x = load_row<QUERY>(st, row, p);
       *(vf*)q = x.a * scale;
       *(vf*)(q + LANES) = x.b * scale;
     }
@@ -51,7 +58,15 @@ void begin_segment(State& st, const Segment& seg) {
   memset(st.o, 0, st.shape->group * st.padded * sizeof(float));
 }
 
-// Logits (base 2) of HEADS heads with a page's keys.
+// The scales of a page's tokens from token t on.
+INLINE vf key_scales(const State& st, const char* keys, int t) {
+  return load_halves(keys + 2 * st.shape->value_offset + 2 * t);
+}
+INLINE vf value_scales(const State& st, const char* keys, int t) {
+  return load_halves(keys + 2 * st.shape->value_offset + 2 * (st.shape->page_size + t));
+}
+
+// Logits (base 2) of HEADS heads with a page's keys; in 8 bits without the keys' scales.
 template <int TYPE, int HEADS, bool PREFETCH>
 INLINE void page_logits(State& st, int head, const char* keys, Prefetch& ahead) {
   constexpr int TOKENS = ACCUMULATORS / (HEADS == 3 ? 4 : HEADS);
@@ -106,10 +121,14 @@ INLINE void page_logits(State& st, int head, const char* keys, Prefetch& ahead) 
   }
 }
 
-// Turns logits into weights relative to the running maximum. Skipped tokens get weight 0.
+// Turns logits into weights relative to the running maximum. Skipped tokens get weight 0. In 8 bits a key's scale is a
+// factor of its logit, and a value's scale one of its weight.
+template <int TYPE>
 INLINE void page_weights(State& st, int head, const PageRef& page) {
   float* s = &st.s[head * kMaxPageSize];
   const int page_size = st.shape->page_size;
+  if (TYPE == INT8)
+    for (int t = 0; t < page_size; t += LANES) *(vf*)&s[t] *= key_scales(st, page.keys, t);
   for (int t = 0; t < page.skip; t++) s[t] = -INFINITY;
   for (int t = page.tokens; t < page_size; t++) s[t] = -INFINITY;
   const float best = largest_in(s, page_size);
@@ -125,8 +144,9 @@ INLINE void page_weights(State& st, int head, const PageRef& page) {
   }
   for (int t = 0; t < page_size; t += LANES) {
     const vf w = exp2_of(*(vf*)&s[t] - st.maximum[head]);
-    *(vf*)&s[t] = w;
     st.sum[head] += w;
+    if (TYPE == INT8) *(vf*)&s[t] = w * value_scales(st, page.keys, t);
+    else *(vf*)&s[t] = w;
   }
 }
 
@@ -179,8 +199,9 @@ template <int TYPE, int HEADS, bool PREFETCH>
 void attend_page(State& st, int head, const PageRef& page, const char* upcoming) {
   Prefetch ahead{upcoming, st.shape->prefetch_order};
   page_logits<TYPE, HEADS, PREFETCH>(st, head, page.keys, ahead);
-  for (int g = 0; g < HEADS; g++) page_weights(st, head + g, page);
+  for (int g = 0; g < HEADS; g++) page_weights<TYPE>(st, head + g, page);
   page_values<TYPE, HEADS, PREFETCH>(st, head, page, ahead);
+  if (TYPE == INT8 && PREFETCH) ahead.scales(4 * st.shape->page_size);
 }
 
 template <int TYPE, bool PREFETCH>
@@ -240,6 +261,7 @@ void attend_segments(const Shape* shape, const Segment* segs, int segments, cons
 }
 
 AttendFn vector_attend(const Shape* shape) {
+  if (shape->kv_type == INT8) return attend_segments<INT8>;
   if (shape->type == BF16) return attend_segments<BF16>;
   if (shape->type == FP16) return attend_segments<FP16>;
   return attend_segments<FP32>;
@@ -271,7 +293,9 @@ void weigh_segment(const Shape* shape, const Segment* seg, const PageRef* pages,
     for (int t = 0; t < tokens; t += LANES) {
       vf share = {};
       for (int g = 0; g < group; g++) {
-        const vf of_head = exp2_of(*(const vf*)&st.s[g * kMaxPageSize + t] - base[g]);
+        vf logit = *(const vf*)&st.s[g * kMaxPageSize + t];
+        if (TYPE == INT8) logit *= key_scales(st, pages[p].keys, t);
+        const vf of_head = exp2_of(logit - base[g]);
         share = largest ? larger(of_head, share) : share + of_head;
       }
       if (!largest) share /= splat((float)group);
@@ -287,6 +311,7 @@ void weigh_segment(const Shape* shape, const Segment* seg, const PageRef* pages,
 }
 
 WeighFn vector_weigh(const Shape* shape) {
+  if (shape->kv_type == INT8) return weigh_segment<INT8>;
   if (shape->type == BF16) return weigh_segment<BF16>;
   if (shape->type == FP16) return weigh_segment<FP16>;
   return weigh_segment<FP32>;
