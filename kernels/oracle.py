@@ -38,7 +38,7 @@ def append_tokens(
     digest_format = digest_format_of(digests, k.shape[2])
     if not digest_format.covers_growing_pages:
         whole = pages[offset == page_size - 1]
-        digests[whole] = digest_format.encode(_keys(host, whole, k.dtype))
+        digests[whole] = digest_format.encode(_keys(host, whole, torch.float32))
     else:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)

@@ -66,7 +66,9 @@ class Tiers:
         layers, kv = layout.full_layers(model), model.kv_format(config.page_size)
         digests = None
         if layout.digests is not None:
-            digests = Digests(host, layout.digest_layers(config, model), operations, layout.digests, device, model.dtype)
+            digests = Digests(
+                host, layout.digest_layers(config, model), operations, layout.digests, device, model.dtype
+            )
         all_heads = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {layer: device_zeros(kv.shape(count), kv.dtype, device) for layer, count in counts.items() if count}

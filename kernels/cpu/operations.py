@@ -44,7 +44,11 @@ def append_tokens(
     if frames is not None and requests is not None and frame_of is not None:
         frame_count = frames.shape[0]
         request_count, columns = frame_of.shape
-        framed = (address(frames, host.dtype, frame_count * host[0].numel()), address(requests, int32, rows), address(frame_of, int32))
+        framed = (
+            address(frames, host.dtype, frame_count * host[0].numel()),
+            address(requests, int32, rows),
+            address(frame_of, int32),
+        )
     wide = positions.dtype is int64
     call(
         "hb_append_tokens", *store, tokens_address(k, kind, rows, token), tokens_address(v, kind, rows, token),

@@ -59,7 +59,13 @@ def _model(q: Tensor, layer: Tensor, scale: float) -> Any:
     kv_format = KvFormat.of(layer) if layer.dtype is torch.int8 else None
     dtype, dim = (layer.dtype, layer.shape[4]) if kv_format is None else (q.dtype, kv_format.head_dim)
     return lib.model_of(
-        dtype, layer.shape[1], q.shape[1], dim, layer.shape[3], scale, kv_dtype=None if kv_format is None else layer.dtype
+        dtype,
+        layer.shape[1],
+        q.shape[1],
+        dim,
+        layer.shape[3],
+        scale,
+        kv_dtype=None if kv_format is None else layer.dtype,
     )
 
 

@@ -79,7 +79,8 @@ def sparse_rows_of_a_life(data: st.DataObject) -> int:
     """Let an engine live, checked step by step. Returns how many of its rows left pages out."""
     name, changes = data.draw(st.sampled_from(FILES)), data.draw(st.sampled_from(CHANGES))
     torch.set_num_threads(1)  # steps are so small that a second thread mostly waits
-    config = shipped(name, layers=3, exact_layers=data.draw(st.sampled_from([[], [1]])), **changes)
+    kv_dtype = data.draw(st.sampled_from(["auto", "auto", "int8"]))
+    config = shipped(name, layers=3, kv_dtype=kv_dtype, exact_layers=data.draw(st.sampled_from([[], [1]])), **changes)
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     shape = data.draw(st.sampled_from([(1, 4, 64), (2, 1, 128), (1, 8, 64), (3, 3, 64)]))
     windows = data.draw(st.sampled_from([(), (None, None, 100)]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid_backend.batch import Batch, ModelSpec, Step
 from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.runtime import HybridRuntime
 from hybrid_backend.step.driver import StepDriver
 from tests.support.attended import Attended, Witness
@@ -91,13 +92,24 @@ class Engine:
             self.device = DEVICE
         m = self.model
         # Garbage, not zeros: nothing may rely on fresh memory.
-        self.kv = [self._random(layer, self.num_pages, 2, self.cfg.page_size) for layer in range(m.num_layers)]
+        self.kv = [self._garbage(layer) for layer in range(m.num_layers)]
         seen = views(self.kv, self.device)
         self.runtime = HybridRuntime(self.cfg, m, self.kv, self.max_requests, self.device, seen)
         self.witness = Witness(self.runtime) if self.is_witnessed else None
         self.free = list(range(self.num_pages - 1, 0, -1))
         self.refs = [0] * self.num_pages
         OPENED.append(self)
+
+    def _garbage(self, layer: int) -> Tensor:
+        """Pages of a layer as nobody wrote them; in 8 bits many scales are NaN."""
+        kv = self._format(layer)
+        if not kv.is_int8:
+            return self._random(layer, self.num_pages, 2, kv.page_size)
+        return torch.randint(-128, 128, kv.shape(self.num_pages), generator=self.rng, dtype=torch.int8)
+
+    def _format(self, layer: int) -> KvFormat:
+        _, kv_heads, head_dim, _ = self.model.shape(layer)
+        return KvFormat(kv_heads, self.cfg.page_size, head_dim, self.model.kv_dtype or self.model.dtype)
 
     def _random(self, layer: int, count: int, *inner: int) -> Tensor:
         """Random keys or values of a layer, ``[count, kv_heads, *inner, head_dim]``."""
@@ -159,9 +171,9 @@ class Engine:
             self.refs[page] = 1
         pages = torch.tensor(request.pages)
         for layer in range(model.num_layers):
-            kv = self._random(layer, tokens, 2)
-            self.kv[layer][pages] = kv.unflatten(0, (-1, size)).permute(0, 2, 3, 1, 4)
-            request.kv[layer] = list(kv)
+            kv, where = self._random(layer, tokens, 2), torch.arange(tokens)
+            self._format(layer).write(self.kv[layer], pages[where // size], where % size, kv[:, :, 0], kv[:, :, 1])
+            request.kv[layer] = list(self._format(layer).stored(kv))
         self.runtime.imported(pages)
         request.tokens = tokens
         return request
@@ -214,18 +226,21 @@ class Engine:
                 sequence = self.sequences[name]
                 if sequence.donor is not None:
                     sequence.kv[layer] = sequence.donor.kv[layer][: sequence.tokens]
-                sequence.kv[layer] = sequence.kv[layer] + list(kv[mine])
+                stored = self._format(layer).stored(kv[mine])
+                is_decoding = step.decode is not None and name in step.decode.request_ids
+                sequence.kv[layer] = sequence.kv[layer] + list(stored if is_decoding else kv[mine])
                 outs[name] = out[mine]
                 assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
                 if tolerance is not None:
                     expected = self.dense(name, layer, queries[layer][mine])
                     self._compare(name, layer, out[mine], expected, tolerance, "dense attention")
-                if self.witness is None:
-                    continue
-                attended = self._attended(self.witness, layer, step, name)
-                if tolerance is None or (attended is not None and not attended.is_everything):
-                    expected = self.dense(name, layer, queries[layer][mine], attended)
-                    self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
+                if self.witness is not None:
+                    attended = self._attended(self.witness, layer, step, name)
+                    if tolerance is None or (attended is not None and not attended.is_everything):
+                        expected = self.dense(name, layer, queries[layer][mine], attended)
+                        self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
+                if self.model.kv_dtype is not None:  # A prompt chunk attends itself as computed, later ones as stored.
+                    sequence.kv[layer][-len(stored) :] = list(stored)
         self.runtime.end_step(step)
         self.ran = step
         for name, count in work.items():

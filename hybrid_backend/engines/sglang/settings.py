@@ -16,8 +16,8 @@ from hybrid_backend.config.reading import parse_json
 from hybrid_backend.engines.sglang import BACKEND
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.host_memory import RESERVE, System, room
-from hybrid_backend.memory_plan.host_pool import PoolSize, choose_pool
 from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.memory_plan.host_pool import PoolSize, choose_pool
 from hybrid_backend.methods import with_method
 
 ENV_RESOLVED = "HYBRID_SGLANG_CONFIG"

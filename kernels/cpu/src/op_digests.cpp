@@ -36,10 +36,11 @@ void digest_page(const hb_model& model, const hb_paged& kv, const hb_digests& di
   if (digests.format == HB_CODES) return hb::encode_page(model, digests, hb::cache_of(kv), isa, page);
   hb_model one_head = model;  // what each has of a page is a row of a store of one head
   one_head.kv_heads = 1;
-  const int64_t row = hb::row_bytes(kv);
+  if (hb::kv_type(model) == INT8) one_head.type = FP32;  // bytes of bytes: nothing is rounded in between
+  const int64_t row = kv.head_dim * element_size(one_head.type);
   for (int64_t h = 0; h < kv.kv_heads; h++) {
     char ends[2 * kMaxHeadDim * sizeof(float)];
-    fold_keys(model, isa, hb::keys_of(kv, page, h), kv.page_size, ends, ends + row);
+    fold_keys(one_head, isa, hb::keys_of(kv, page, h), kv.page_size, ends, ends + row);
     uint8_t* to = (uint8_t*)digests.base + page * digests.page_stride + h * digests.head_stride;
     std::memset(to, 0, digests.head_stride);
     hb::write_byte_digest(one_head, {ends, 0, 2 * row, HB_MINMAX}, {to, 0}, isa, 0);

@@ -181,6 +181,7 @@ CHANGES = [
     "model.match=foo",
     "method=dense",
     "page_size=64",
+    "kv_dtype=int8",
     "budget_tokens=1024",
     "sinks=2",
     "recent=1",

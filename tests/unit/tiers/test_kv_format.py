@@ -44,9 +44,41 @@ def test_decoded_pages_hold_the_tokens_that_were_encoded(dtype: torch.dtype) -> 
     kv = KvFormat(kv_heads=2, page_size=16, head_dim=32, dtype=dtype)
     k, v = torch.randn(2, 16, 2, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     page = torch.empty(kv.shape(1), dtype=kv.dtype)
-    page[0] = kv.encode(k, v).permute(1, 2, 0, 3)
+    kv.write(page, torch.zeros(16, dtype=torch.int64), torch.arange(16), k, v)
     keys, values = kv.decode(page[0])
     assert torch.equal(keys, k.transpose(0, 1).float()) and torch.equal(values, v.transpose(0, 1).float())
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_in_8_bits_are_off_by_half_a_step_of_their_token_s_scale(dtype: torch.dtype, size: float) -> None:
+    """One byte for a number, two for a scale, contiguous; a token of zeros stays zero."""
+    kv = KvFormat(kv_heads=2, page_size=16, head_dim=32, dtype=torch.int8)
+    assert kv.page_bytes == 2 * 2 * 16 * (32 + 2) and kv.is_int8
+    pages = torch.full(kv.shape(3), 77, dtype=torch.int8)
+    assert KvFormat.of(pages) == kv
+    k, v = (size * torch.randn(2, 20, 2, 32, generator=torch.Generator().manual_seed(0))).to(dtype)
+    v[7] = 0
+    where, offsets = torch.tensor([2] * 16 + [0] * 4), torch.tensor([*torch.randperm(16), *range(4)])
+    kv.write(pages, where, offsets, k, v)
+    keys, values = (x[where, :, offsets] for x in kv.decode(pages))
+    for found, given in ((keys, k.float()), (values, v.float())):
+        step = given.abs().amax(-1, keepdim=True) / 127
+        assert ((found - given).abs() <= 0.501 * step + 6e-8).all()  # a scale is rounded up to fp16
+        assert torch.equal(kv.stored(given.to(dtype)), found.to(dtype))
+    assert not values[7].any() and (pages[1] == 77).all()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 3e38])
+def test_a_number_that_8_bits_cannot_hold_makes_its_token_nan_and_no_other(odd: float) -> None:
+    kv = KvFormat(kv_heads=1, page_size=16, head_dim=16, dtype=torch.int8)
+    k = torch.ones(2, 1, 16)
+    k[0, 0, 3] = odd
+    pages = torch.zeros(kv.shape(1), dtype=torch.int8)
+    kv.write(pages, torch.zeros(2, dtype=torch.int64), torch.arange(2), k, torch.ones(2, 1, 16))
+    keys, values = kv.decode(pages)
+    assert keys[0, 0, 0].isnan().all() and (keys[0, 0, 1] - 1).abs().max() < 0.004
+    assert not values[0, 0, :2].isnan().any()
 
 
 def test_pages_of_another_layout_are_refused() -> None:

@@ -1,0 +1,93 @@
+"""K and V in 8 bits: lives of requests whose steps are exact over what pages hold, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_backend.batch import ModelSpec
+from hybrid_backend.errors import ConfigError
+from hybrid_backend.kernels import cpu
+from tests.support.harness import METHODS, PAGE, Engine, config, spec
+from tests.support.in_place import CheckedEngine
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+
+ERROR = 3e-4  # of outputs that are about 1: kernels of VNNI keep 16 bits of queries and weights
+
+
+def int8(**keys: Any) -> ModelSpec:
+    return replace(spec(**keys), kv_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("windows", [(), (None, 20, None)], ids=["full", "sliding"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("method", ["quest", "dense"])
+def test_a_life_is_exact_over_what_pages_hold(method: str, sinks: bool, windows: tuple[int | None, ...]) -> None:
+    """Chunks, a prefix that is shared, a preemption, requests that come and go."""
+    cfg = config(method=method, kv_dtype="int8", sparse="never")
+    engine = Engine(cfg, int8(windows=windows, sinks=sinks))
+    step = {"tolerance": ERROR}
+
+    def prefill(name: str, chunk: int) -> None:
+        request = engine.sequences[name]
+        while request.tokens < request.prompt:
+            engine.step({name: min(chunk, request.prompt - request.tokens)}, **step)  # type: ignore[arg-type]
+
+    engine.add("a", 5 * PAGE + 3)
+    prefill("a", 2 * PAGE + 5)
+    engine.decode("a", steps=PAGE, **step)  # type: ignore[arg-type]
+    engine.add("b", 6 * PAGE, shared_with="a")
+    engine.step({"a": 1, "b": PAGE}, **step)  # type: ignore[arg-type]
+    prefill("b", PAGE)
+    engine.decode("a", "b", steps=3, **step)  # type: ignore[arg-type]
+    engine.preempt("b")
+    prefill("b", 100)
+    engine.drop("a")
+    engine.add("c", 2 * PAGE + 1)
+    prefill("c", 7)
+    engine.decode("b", "c", steps=3, **step)  # type: ignore[arg-type]
+    engine.close()
+
+
+@pytest.mark.parametrize("digest", ["auto", "minmax", "codes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quest_selects_by_digests_of_stored_keys_and_attends_what_it_selected(digest: str, dtype: torch.dtype) -> None:
+    keys = {"selection": {"digest": digest, "candidates": 2, "interval": 4}, "sparse": "always"}
+    cfg = config(method="quest", kv_dtype="int8", **keys)
+    model = ModelSpec(2, 8, 2, 64, 64**-0.5, dtype, kv_dtype=torch.int8)
+    engine = CheckedEngine(cfg, model, 256)
+    engine.add_imported("long", 30 * PAGE, 33 * PAGE)
+    engine.prefill("long", 2 * PAGE)
+    engine.add("twin", 31 * PAGE, shared_with="long")
+    engine.prefill("twin")
+    for _ in range(2 * PAGE):
+        engine.step({"long": 1, "twin": 1}, tolerance=None)
+    assert engine.sparse_rows == engine.rows == 2 * 2 * 2 * PAGE
+    engine.close()
+
+
+def test_a_pool_holds_almost_twice_the_tokens() -> None:
+    """Of 64 channels a token takes 66 bytes instead of 128."""
+    plain, encoded = (
+        ModelSpec(1, 3, 3, 64, 1.0, torch.bfloat16, kv_dtype=x).page_bytes(32) for x in (None, torch.int8)
+    )
+    assert plain / encoded == 128 / 66 > 1.9
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"quest", "dense"}))
+def test_other_methods_refuse_8_bits_in_one_line(method: str) -> None:
+    cfg = config(**METHODS[method], kv_dtype="int8")
+    with pytest.raises(
+        ConfigError, match=f"kv_dtype: int8 is not supported with method {method}; write kv_dtype: auto"
+    ):
+        Engine(cfg, int8())
+
+
+def test_8_bits_need_the_native_kernels() -> None:
+    cfg = config(method="dense", kv_dtype="int8", device_kernels="torch")
+    with pytest.raises(ConfigError, match="kv_dtype: int8 needs the native CPU kernels, but device_kernels is torch"):
+        Engine(cfg, int8())
