@@ -5,8 +5,8 @@ are two encodings:
 
 * plain: K and V as they are computed, in the model's dtype.
 * int8: one scale per token, KV head and K or V, the largest magnitude of its ``head_dim`` numbers / 127, rounded up to
-  fp16. A number is ``scale * int8``, rounded to nearest. The scales of a page's head stand behind its K and V, so that a
-  page, and a head page, stays one contiguous piece. vLLM's ``int8_per_token_head`` is the same but for fp32 scales.
+  fp16. A number is ``scale * int8``, rounded to nearest. The scales of a page's head stand behind its K and V, so that
+  a page, and a head page, stays one contiguous piece. vLLM's ``int8_per_token_head`` is the same but for fp32 scales.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from tests.support.harness import Sequence as Request
 OUTPUT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output, relative to its largest element: rounding of the output's type, and of fp32 sums."""
 INT8_TOLERANCE = 1.6e-2
-"""The same of outputs over pages in 8 bits. The oracle rounds decoded keys and values to the model's type, the kernels do
-not, and VNNI's round queries and weights to 16 bits."""
+"""The same of outputs over pages in 8 bits. The oracle rounds decoded keys and values to the model's type, the kernels
+do not, and VNNI's round queries and weights to 16 bits."""
 SCORE_TOLERANCE = {MINMAX_AND_INT8: 1e-6, CODES: 1e-4, MINMAX: 5e-3}
 """Relative rounding error of a page's score (`InPlaceSettings.score_tolerance`). Products of bytes are exact, sums of
 fp32 codes are not, and a query in bf16 rounds its weights for exact maxima and minima."""
@@ -161,7 +161,7 @@ class CheckedEngine(Engine):
             self._check_row(name, r, layer, step, q[spans[name]][0], out[spans[name]][0])
 
     def _stored(self, layer: int, x: Tensor) -> Tensor:
-        """New keys or values as pages hold them. Codes are of decoded keys, other digests of those in the model's type."""
+        """New keys or values as pages hold them: decoded exactly for codes, for other digests in the model's type."""
         is_coded = self.model.kv_dtype is not None and self.settings.digest is CODES
         return self._format(layer).stored(x.float() if is_coded else x)
 

@@ -30,9 +30,7 @@ class HostTokenPool(MHATokenToKVPool):
         from sglang.srt.runtime_context import get_server_args
 
         if self.head_dim != self.v_head_dim or self.store_dtype != self.dtype:
-            raise EngineError(
-                "the hybrid backend needs K and V of one size, in a KV cache that SGLang does not quantise"
-            )
+            raise EngineError("the hybrid backend needs K and V of one size, in a KV cache that SGLang leaves alone")
         is_int8 = config_of(resolved_view(get_server_args())).kv_dtype == "int8"
         kv = KvFormat(self.head_num, self.page_size, self.head_dim, torch.int8 if is_int8 else self.dtype)
         shape = kv.shape(self.size // self.page_size + 1)
