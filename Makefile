@@ -331,7 +331,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate simulate-traffic capacity
 .PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/lab/throughput.md)
@@ -342,6 +342,9 @@ bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by
 
 simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
 	$(PY) -m bench.simulate_step
+
+simulate-traffic: test-install ## Traffic on three GPUs, stock beside scout, simulated (minutes)
+	$(PY) -m bench.simulate_traffic
 
 capacity: test-install ## What every method holds and how fast it then decodes, planned and simulated
 	$(PY) -m bench.capacity
