@@ -17,6 +17,7 @@ from hybrid_backend.warm_up import warm_up
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import busy, capture
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.judged import judge_at_once
 from tests.support.scenario import GROWTH, SHORT_LIFE, Event, Request, play
 from tests.support.streams import STREAMS
 
@@ -147,6 +148,8 @@ def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, d
         Engine(config(method="hgca", **keys), spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=where)
         for where in (device, torch.device("cpu"))
     ]
+    for engine in engines:
+        judge_at_once(engine.runtime.workers)
     replay_as_a_graph(engines[0], capture)
     kept: list[list[list[int]]] = []
 
