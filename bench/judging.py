@@ -108,7 +108,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "arguments": vars(arguments),
         "cpu": this_cpu()._asdict(),
-        "kept_share": float(judged.kept.float().mean()),
+        "kept_share": float(judged.keep_mask.float().mean()),
         "torch_blocked_ms": per_item(torch_seconds),
         **{f"native_{name}_ms": per_item([run[name] for run in native]) for name in native[0]},
         "partial_ms": {

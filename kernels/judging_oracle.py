@@ -10,9 +10,7 @@ from hybrid_backend.kernels.operations import Judgement, LayerToJudge, PromptToJ
 _INF = float("inf")
 
 
-def prompt_weights(
-    q: Tensor, kv: Tensor, pages: Tensor, tokens: int, first: int, older: int, scale: float
-) -> Tensor:
+def prompt_weights(q: Tensor, kv: Tensor, pages: Tensor, tokens: int, first: int, older: int, scale: float) -> Tensor:
     # One head at a time, because K of all heads in fp32 would be larger than the bf16 K and V of a long context.
     heads = [
         _head_weights(head_q, kv[pages.long(), head, 0].flatten(0, 1)[:tokens], first, older, scale)
@@ -32,21 +30,19 @@ def _head_weights(q: Tensor, k: Tensor, first: int, older: int, scale: float) ->
 
 
 def judge_layer(layer: LayerToJudge, prompt: PromptToJudge) -> tuple[Tensor, Tensor]:
-    """Return `Judgement.kept` and `Judgement.recent` of one layer. Nothing is copied to `LayerToJudge.store`."""
+    """Return `Judgement.keep_mask` and `Judgement.recent` of one layer. Nothing is copied to `LayerToJudge.store`."""
     kv_heads, judged = layer.host.shape[1], prompt.older - prompt.first
     if not len(layer.q):
         return torch.ones(kv_heads, judged, dtype=torch.bool), torch.zeros(kv_heads, prompt.tokens - prompt.older)
-    weights = prompt_weights(
-        layer.q, layer.host, prompt.pages, prompt.tokens, prompt.first, prompt.older, prompt.scale
-    )
+    weights = prompt_weights(layer.q, layer.host, prompt.pages, prompt.tokens, prompt.first, prompt.older, prompt.scale)
     return weights[:, :judged] > prompt.threshold, weights[:, judged:]
 
 
-def copy_kept(layer: LayerToJudge, prompt: PromptToJudge, kept: Tensor) -> None:
-    """Copy the tokens that ``kept`` (``[kv_heads, older - first]`` bool) is true for to `LayerToJudge.store`."""
+def copy_kept(layer: LayerToJudge, prompt: PromptToJudge, keep_mask: Tensor) -> None:
+    """Copy the tokens that ``keep_mask`` (``[kv_heads, older - first]`` bool) is true for to `LayerToJudge.store`."""
     size = layer.host.shape[3]
-    head, token = kept.nonzero(as_tuple=True)
-    place, token = (kept.cumsum(1) - 1)[head, token], token + prompt.first
+    head, token = keep_mask.nonzero(as_tuple=True)
+    place, token = (keep_mask.cumsum(1) - 1)[head, token], token + prompt.first
     source = prompt.pages.long()[token // size]
     layer.store[place // size, head, :, place % size] = layer.host[source, head, :, token % size]
 
@@ -54,12 +50,12 @@ def copy_kept(layer: LayerToJudge, prompt: PromptToJudge, kept: Tensor) -> None:
 def judge(prompt: PromptToJudge) -> Judgement:
     """Judge a prompt in the calling thread and copy the kept tokens."""
     results = [judge_layer(layer, prompt) for layer in prompt.layers]
-    for layer, (kept, _) in zip(prompt.layers, results, strict=True):
-        copy_kept(layer, prompt, kept)
+    for layer, (keep_mask, _) in zip(prompt.layers, results, strict=True):
+        copy_kept(layer, prompt, keep_mask)
     return judgement_of(results)
 
 
 def judgement_of(layers: list[tuple[Tensor, Tensor]]) -> Judgement:
     """Combine the results of `judge_layer`."""
-    kept, recent = (torch.stack(tensors) for tensors in zip(*layers, strict=True))
-    return Judgement(kept, recent, kept.sum(2, dtype=torch.int32))
+    keep_mask, recent = (torch.stack(tensors) for tensors in zip(*layers, strict=True))
+    return Judgement(keep_mask, recent, keep_mask.sum(2, dtype=torch.int32))

@@ -367,7 +367,8 @@ class Hgca(Method):
             started = weights[:, place] * decay**steps if place < ring else 0.0
             self._keep_tokens(running.request, page, average + started, host_page)
         cache.attend_lists(running.request)
-        pages = torch.arange(max(running.first, unjudged.first), unjudged.first + ring)
+        # The pages of the prompt's ring that have not left it.
+        pages = torch.arange(running.first, max(running.first, unjudged.first + ring))
         if len(pages):
             places = running.request * ring + (pages - sinks) % ring
             added = weights[:, pages - unjudged.first] * decay ** (seq_len - unjudged.started_tokens)

@@ -96,7 +96,7 @@ class ContextCache:
         The request then attends its lists. A step that is running may attend either: both hold the tokens between the
         sinks and the window.
         """
-        self._additions[request] = [(first, judgement.kept)]
+        self._additions[request] = [(first, judgement.keep_mask)]
         self.tokens[:, request] = judgement.counts
         self._lists.clear()
 
@@ -106,7 +106,7 @@ class ContextCache:
         self._lists.clear()
 
     def whole_lists(self, requests: list[int]) -> PageList | None:
-        """Return the host pages ``[requests, 1, k]`` of these requests that are attended whole; None if there are none."""
+        """Return the host pages ``[requests, 1, k]`` that these requests attend whole; None if they attend none."""
         counts = self.whole[requests, None, None]
         longest = int(counts.max())
         if not longest:

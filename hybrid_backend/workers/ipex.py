@@ -37,8 +37,8 @@ from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.kernels.operations import PromptToJudge
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import name_thread
-from hybrid_backend.workers.judging import Judging, JudgeThread
 from hybrid_backend.workers.ipex_job import Area, Job, check_shapes
+from hybrid_backend.workers.judging import JudgeThread, Judging
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
 PROGRAM = Path(__file__).with_name("ipex_process.py")
@@ -190,7 +190,7 @@ class IpexPool(WorkerPool):
         """Copy the pages of each job into a free area and send the job (body of a thread)."""
         name_thread()
         os.sched_setaffinity(0, self.cpus)
-        # A second team of OpenMP threads would compete with the engine's. For the C function see `judging.begin_worker`.
+        # A second team of OpenMP threads would compete with the engine's. The C function: see `judging.begin_worker`.
         torch._C.set_num_threads(1)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:

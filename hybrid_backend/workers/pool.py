@@ -28,7 +28,7 @@ from hybrid_backend.workers.cpus import (
     within_quota,
 )
 from hybrid_backend.workers.ipex import IpexPool
-from hybrid_backend.workers.judging import Judging, JudgeThread, PoolJudging, begin_worker
+from hybrid_backend.workers.judging import JudgeThread, Judging, PoolJudging, begin_worker
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
 THREADS_PER_CPU = 4
@@ -136,7 +136,10 @@ class TorchPool(WorkerPool):
         self.threads = threads
         self._kernel = kernel
         self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix="hybrid-worker", initializer=begin_worker, initargs=(cpus, torch.get_num_threads())
+            threads,
+            thread_name_prefix="hybrid-worker",
+            initializer=begin_worker,
+            initargs=(cpus, torch.get_num_threads()),
         )
         self._judge = JudgeThread(cpus)
 

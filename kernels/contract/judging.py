@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class LayerToJudge(NamedTuple):
-    """One layer of a prompt. The tensors are on the host."""
+    """A layer of a prompt. The tensors are on the host."""
 
     q: Tensor
     """``[n, heads, head_dim]`` in the dtype of `host`: queries of the prompt's last n tokens; n may be 0."""
@@ -42,7 +42,7 @@ class PromptToJudge(NamedTuple):
 class Judgement(NamedTuple):
     """Result of judging a prompt."""
 
-    kept: Tensor
+    keep_mask: Tensor
     """``[layers, kv_heads, older - first]`` bool: true for tokens that the KV head keeps."""
     recent: Tensor
     """``[layers, kv_heads, tokens - older]`` fp32: weights of the later tokens; 0 in a layer without queries."""

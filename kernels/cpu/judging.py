@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
 
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
@@ -42,9 +41,7 @@ class NativeJudging:
         )
         layers = (lib.JudgeLayer * count)(*(_layer(layer, first, judged) for layer in prompt.layers))
         args = lib.JudgeArgs()
-        args.model = lib.model_of(
-            first.host.dtype, kv_heads, first.q.shape[1], first.host.shape[4], size, prompt.scale
-        )
+        args.model = lib.model_of(first.host.dtype, kv_heads, first.q.shape[1], first.host.shape[4], size, prompt.scale)
         args.cache = lib.cache_of(first.host)
         args.cache.pages = min(len(layer.host) for layer in prompt.layers)
         args.layers, args.layer_count = ctypes.addressof(layers), count
@@ -52,7 +49,7 @@ class NativeJudging:
         args.tokens, args.first, args.older, args.threshold = (
             prompt.tokens, prompt.first, prompt.older, prompt.threshold,
         )  # fmt: skip
-        args.kept, args.recent, args.counts = (x.data_ptr() for x in self._result)
+        args.keep_mask, args.recent, args.counts = (x.data_ptr() for x in self._result)
         self._native = lib.native()
         self._handle = pool.adopt(self, self._native.hb_judge, ctypes.byref(args))
 

@@ -185,11 +185,11 @@ class Mailboxes(_Server):
         heads: query heads.
         rows: rows of a step at most.
         lists: number of lists (1, or one per KV head) and pages of a list at most, by layer; (0, 0) for a layer of
-            ``kept``.
+            ``host_lists``.
         scale: factor of the logits.
         current: ``[requests]`` int64 current generation of each index. A row whose index was released since the device
             wrote ``generations`` gets the empty partial.
-        kept: lists that the host keeps, by layer. ``requests`` and ``current`` are needed for them.
+        host_lists: lists that the host keeps, by layer. ``requests`` and ``current`` are needed for them.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -205,9 +205,9 @@ class Mailboxes(_Server):
         scale: float,
         *,
         current: Tensor | None = None,
-        kept: Mapping[int, HostLists] = MappingProxyType({}),
+        host_lists: Mapping[int, HostLists] = MappingProxyType({}),
     ) -> None:
-        self._keep = (pool, dict(layers), current, dict(kept))
+        self._keep = (pool, dict(layers), current, dict(host_lists))
         first = next(iter(layers.values()))
         kv_heads, dim = first.shape[1], first.shape[4]
         self.requests = _pinned(rows, dtype=torch.int64)
@@ -231,8 +231,8 @@ class Mailboxes(_Server):
             args.rows, args.lists, args.capacity = box.ids.shape
             for name in ("q", "ids", "counts", "out", "lse", "asked_flag", "answered", "failed"):
                 setattr(args, name, getattr(box, name).data_ptr())  # an empty tensor's address is 0
-            if layer in kept:
-                lists_of_host = kept[layer]
+            if layer in host_lists:
+                lists_of_host = host_lists[layer]
                 args.lists, args.capacity = kv_heads, len(layers[layer]) // rows
                 args.counts, args.whole = lists_of_host.tokens.data_ptr(), lists_of_host.whole.data_ptr()
                 args.whole_ids = lists_of_host.whole_pages.data_ptr()

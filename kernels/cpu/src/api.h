@@ -146,7 +146,7 @@ typedef struct hb_judge_args {
   const int32_t* pages;  // host pages of the sequence
   int64_t layer_count, tokens, first, older;
   float threshold;
-  uint8_t* kept;   // [layer_count, kv_heads, older - first] 1: kept
+  uint8_t* keep_mask;  // [layer_count, kv_heads, older - first] 1: the token is kept
   float* recent;  // [layer_count, kv_heads, tokens - older] mean weights of the later tokens
   int32_t* counts;  // [layer_count, kv_heads] tokens that are kept
 } hb_judge_args;

@@ -134,9 +134,10 @@ typedef void (*PromptFn)(const PromptBlock*);
 struct WeighBlock {
   PromptBlock prompt;  // `scratch`: weigh_floats, the queries packed by PromptKernels::pack
   int64_t begin, end;  // the keys' positions in the sequence
-  float *top, *sum;    // [tokens * group] of each query: its largest product in the span, the sum of its weights
-  float* weights;  // null: these keys are added to `top` and `sum`; else [end - begin]: mean weight over the tokens, and
-                   // of the group's heads the largest
+  float *top, *sum;  // [tokens * group] of each query: its largest product in the span, the sum of its weights
+  float*
+      weights;  // null: these keys are added to `top` and `sum`; else [end - begin]: mean weight over the tokens, and
+  // of the group's heads the largest
 };
 inline int64_t weigh_floats(int64_t queries, int64_t head_dim) {
   return (queries + kPromptRows + kPromptKeys) * head_dim;

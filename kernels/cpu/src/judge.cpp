@@ -119,7 +119,8 @@ std::unique_ptr<JudgeTask::Item> JudgeTask::claim() {
   const int64_t row = (int64_t)model.head_dim * element_size(model.type), heads = (int64_t)model.kv_heads * model.group;
   item->weigher.begin(
       model, kernels_,
-      {layer.q + head * model.group * row, layer.queries, heads * row, row, layer.keys + head * args_.cache.head_stride},
+      {layer.q + head * model.group * row, layer.queries, heads * row, row,
+       layer.keys + head * args_.cache.head_stride},
       {pages_.data(), args_.tokens, args_.first, args_.older, args_.cache.page_stride, args_.cache.value_offset});
   return item;
 }
@@ -203,13 +204,13 @@ void JudgeTask::keep(Item& item, int64_t begin, int64_t end, const float* weight
   const hb_judge_layer& layer = layers_[item.number / model.kv_heads];
   const int64_t head = item.number % model.kv_heads * cache.head_stride;
   const int64_t row = (int64_t)model.head_dim * element_size(model.type);
-  uint8_t* kept = args_.kept + item.number * (args_.older - args_.first);
+  uint8_t* keep_mask = args_.keep_mask + item.number * (args_.older - args_.first);
   const auto place = [&](int64_t page, int64_t token) {
     return page * cache.page_stride + head + token % model.page_size * cache.token_stride;
   };
   for (int64_t token = begin; token < end; token++) {
     const bool is_kept = !weights || weights[token - begin] > args_.threshold;
-    kept[token - args_.first] = is_kept;
+    keep_mask[token - args_.first] = is_kept;
     if (!is_kept) continue;
     const char* from = layer.keys + place(pages_[token / model.page_size], token);
     char* to = layer.store + place(item.kept / model.page_size, item.kept);
@@ -256,12 +257,12 @@ HB_API int hb_prompt_weights(const hb_prompt_weights_args* args) {
     hb::require(a.tokens <= a.n * a.kv.page_size, "a sequence has more tokens than its pages hold");
     for (int64_t i = 0; i * a.kv.page_size < a.tokens; i++) hb::check_id(a.pages[i], a.kv.pages, "page");
     const int64_t row = hb::row_bytes(a.kv), heads = a.kv.kv_heads * a.group;
-    const hb::PromptWeigher::Sequence sequence{a.pages, a.tokens, a.first, a.older, hb::page_bytes(a.kv),
-                                               a.kv.page_size * row};
+    const hb::PromptWeigher::Sequence sequence{
+        a.pages, a.tokens, a.first, a.older, hb::page_bytes(a.kv), a.kv.page_size * row};
     auto weigh = [&](int64_t head) {
       static thread_local hb::PromptWeigher weigher;
-      weigher.begin(model, kernels, {a.q + head * a.group * row, a.queries, heads * row, row, hb::keys_of(a.kv, 0, head)},
-                    sequence);
+      weigher.begin(model, kernels,
+                    {a.q + head * a.group * row, a.queries, heads * row, row, hb::keys_of(a.kv, 0, head)}, sequence);
       while (!weigher.finished()) {
         if (!weigher.step()) continue;
         float* to = a.weights + head * (a.tokens - a.first) + weigher.begin_of_step() - a.first;

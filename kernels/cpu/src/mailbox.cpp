@@ -41,9 +41,9 @@ MailServer::MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxe
     if (box.rows < 1 || box.capacity < 1) throw std::invalid_argument("a mailbox has rows and room for pages");
     if (!box.ids && !box.request)
       throw std::invalid_argument("lists that the host keeps are found by the rows' requests");
-    if (box.whole && (box.host.page_stride != box.cache.page_stride || box.host.head_stride != box.cache.head_stride ||
-                      box.host.value_offset != box.cache.value_offset ||
-                      box.host.token_stride != box.cache.token_stride))
+    if (box.whole &&
+        (box.host.page_stride != box.cache.page_stride || box.host.head_stride != box.cache.head_stride ||
+         box.host.value_offset != box.cache.value_offset || box.host.token_stride != box.cache.token_stride))
       throw std::invalid_argument("host pages must have the layout of the lists' pages");
     answered_[b] = look_at(box.asked_flag);
   }
@@ -125,8 +125,8 @@ void MailServer::find_rows(const hb_mailbox& box) {
       const int32_t whole = box.whole ? __atomic_load_n(box.whole + request, __ATOMIC_ACQUIRE) : 0;
       is_whole = whole > 0;
       for (int l = 0; l < box.lists; l++) {
-        const int64_t count = is_whole ? (l ? 0 : whole * unit)
-                                       : read_once(box.counts + (box.ids ? r : request) * box.lists + l);
+        const int64_t count =
+            is_whole ? (l ? 0 : whole * unit) : read_once(box.counts + (box.ids ? r : request) * box.lists + l);
         const int64_t pages = (count + unit - 1) / unit;
         if (count < 0 || pages > box.capacity)
           throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(pages) +

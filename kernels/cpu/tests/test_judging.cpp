@@ -46,7 +46,7 @@ struct Prompt {
     args.first = first;
     args.older = older;
     args.threshold = 1.f / (float)std::max(older - first, 1);
-    args.kept = kept.data();
+    args.keep_mask = kept.data();
     args.recent = recent.data();
     args.counts = counts.data();
     weigh(queries);

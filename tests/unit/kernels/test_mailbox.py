@@ -225,7 +225,7 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
         cpu.Pool(2) as pool,
         cpu.Mailboxes(
             pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
-            current=current, kept={0: cpu.HostLists(tokens, whole, whole_pages, host)},
+            current=current, host_lists={0: cpu.HostLists(tokens, whole, whole_pages, host)},
         ) as mail,
     ):  # fmt: skip
         found = mail.layers[0]
@@ -276,7 +276,7 @@ def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) 
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="requests"):
         tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
         kept = cpu.HostLists(tokens, tokens[:, 0].clone(), tokens.clone(), layers[0])
-        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, kept={0: kept})
+        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, host_lists={0: kept})
 
 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:

@@ -64,9 +64,9 @@ def prompt_of(
     kv = torch.full((count + 2, kv_heads, 2, size, dim), float("nan"), dtype=dtype)
     pages = torch.randperm(count + 2, generator=rng)[:count].int()
     position = torch.arange(tokens)
-    kv[pages.long()[position // size], :, :, position % size] = torch.randn(
-        tokens, kv_heads, 2, dim, generator=rng
-    ).to(dtype)
+    kv[pages.long()[position // size], :, :, position % size] = torch.randn(tokens, kv_heads, 2, dim, generator=rng).to(
+        dtype
+    )
     return (torch.randn(queries, group * kv_heads, dim, generator=rng) * 2).to(dtype), kv, pages
 
 
@@ -158,8 +158,8 @@ def copy_of(prompt: PromptToJudge) -> PromptToJudge:
 
 
 def assert_same(prompt: PromptToJudge, result: Judgement, oracle: PromptToJudge, expected: Judgement) -> None:
-    """Compare two judgements. A weight within rounding of the threshold may be judged either way; the seeds have none."""
-    assert torch.equal(result.kept, expected.kept) and torch.equal(result.counts, expected.counts)
+    """Compare two judgements. No weight of these seeds is within rounding of the threshold."""
+    assert torch.equal(result.keep_mask, expected.keep_mask) and torch.equal(result.counts, expected.counts)
     torch.testing.assert_close(result.recent, expected.recent, atol=1e-6, rtol=1e-4)
     for layer, oracle_layer in zip(prompt.layers, oracle.layers, strict=True):
         assert torch.equal(layer.store, oracle_layer.store)
@@ -226,7 +226,9 @@ def test_workers_without_progress_are_an_error_that_names_the_prompt(native_pool
     judging = native_pool.judge(job(), "the judging of request 7")
     assert judging.poll(0.05) is None
     time.sleep(0.1)
-    with pytest.raises(DeadlineError, match=r"did nothing for the judging of request 7 .*deadline_seconds=0\.05: 0 steps"):
+    with pytest.raises(
+        DeadlineError, match=r"did nothing for the judging of request 7 .*deadline_seconds=0\.05: 0 steps"
+    ):
         judging.poll(0.05)
     native_pool.native.resume()
     wait_for(judging)
