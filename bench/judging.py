@@ -45,8 +45,13 @@ def prompt_of(tokens: int, layers: int) -> PromptToJudge:
 
 
 def in_background(pool: Pool, prompt: PromptToJudge) -> dict[str, float]:
-    """Judge a prompt in the pool; return seconds: those of the calling thread, of the whole, and of all threads."""
-    began = time.perf_counter()
+    """Judge a prompt in the pool; return seconds.
+
+    Returns:
+        ``blocked``: submission and polls in the calling thread; ``own_cpu``: CPU time of that thread, sleeps between
+        polls included; ``whole``: until the judgement was there; ``cpu``: CPU time of all threads.
+    """
+    began, own_cpu, cpu = time.perf_counter(), time.thread_time(), time.process_time()
     judging = NativeJudging(pool, prompt, "a prompt")
     blocked = time.perf_counter() - began
     while True:
@@ -57,9 +62,9 @@ def in_background(pool: Pool, prompt: PromptToJudge) -> dict[str, float]:
             break
         time.sleep(POLL_SECONDS)
     whole = time.perf_counter() - began
-    seconds = judging.seconds
     judging.close()
-    return {"blocked": blocked, "whole": whole, "threads": seconds}
+    own_cpu, cpu = time.thread_time() - own_cpu, time.process_time() - cpu
+    return {"blocked": blocked, "own_cpu": own_cpu, "whole": whole, "cpu": cpu}
 
 
 def partial_seconds(pool: Pool, prompt: PromptToJudge, count: int, judges: bool) -> list[float]:
@@ -91,12 +96,12 @@ def main() -> None:
     arguments = parser.parse_args()
     prompt, pool = prompt_of(arguments.tokens, arguments.layers), Pool(arguments.threads)
     items = arguments.layers * KV_HEADS
-    torch_seconds, native = list[float](), list[dict[str, float]]()
+    by_torch, native = list[dict[str, float]](), list[dict[str, float]]()
     partials: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(arguments.rounds):
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         judged = judging_oracle.judge(prompt)
-        torch_seconds.append(time.perf_counter() - began)
+        by_torch.append({"blocked": time.perf_counter() - began, "cpu": time.process_time() - cpu})
         native.append(in_background(pool, prompt))
         for judges in partials:
             partials[judges] += partial_seconds(pool, prompt, 100, judges)
@@ -109,8 +114,10 @@ def main() -> None:
         "arguments": vars(arguments),
         "cpu": this_cpu()._asdict(),
         "kept_share": float(judged.keep_mask.float().mean()),
-        "torch_blocked_ms": per_item(torch_seconds),
-        **{f"native_{name}_ms": per_item([run[name] for run in native]) for name in native[0]},
+        "milliseconds_per_layer_and_head": {
+            "torch": {name: per_item([run[name] for run in by_torch]) for name in by_torch[0]},
+            "native": {name: per_item([run[name] for run in native]) for name in native[0]},
+        },
         "partial_ms": {
             "judging" if judges else "alone": [1e3 * statistics.quantiles(seconds, n=100)[i] for i in (49, 89, 98)]
             for judges, seconds in partials.items()

@@ -153,14 +153,6 @@ class Hgca(Method):
     def take_workers(self, workers: WorkerPool) -> None:
         self._workers = workers
 
-    def await_judgements(self) -> None:
-        """Wait until all prompts are judged that the workers have begun with. The next step takes the judgements.
-
-        No step does this: it is for tests and measurements.
-        """
-        for unjudged in self._unjudged.values():
-            unjudged.wait(self.config.workers.deadline_seconds)
-
     def kept_tokens(self) -> list[list[int]]:
         """Return the tokens in the context caches of all running requests, per layer with a cache and KV head."""
         tokens: list[list[int]] = self.tiers.cache.tokens.sum(1).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,6 @@ from hybrid_backend.batch import DecodeRows
 from hybrid_backend.kernels.operations import Judgement, LayerToJudge, PromptToJudge
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import Judging, WorkerPool
-
-_POLL_SECONDS = 0.0005
 
 
 class LeftPage(NamedTuple):
@@ -82,11 +79,6 @@ class Unjudged:
         """
         self._submit_arrived()
         return None if self._judging is None else self._judging.poll(deadline)
-
-    def wait(self, deadline: float) -> None:
-        """Wait until `poll` would return the judgement. For tests and measurements."""
-        while self.poll(deadline) is None:
-            time.sleep(_POLL_SECONDS)
 
     def abandon(self) -> None:
         """Give up the prompt, so that no worker writes to the request's pages of the context caches any more."""

@@ -185,14 +185,14 @@ typedef struct hb_mailbox {
   const uint32_t* asked_flag;
   uint32_t* answered;
   uint32_t* failed;  // [HB_MAIL_STEPS] numbers of failed jobs, whose answers are the empty partial
+  const int32_t* layer;  // index into `caches` of the question's layer, which replaces `cache`; or null
+  const hb_cache* caches;  // [caches_count], must live as long as the server; boxes may share them
+  int32_t caches_count;
   // Without ids: a request g with whole[g] > 0 attends, with all heads, the first whole[g] of the host pages
   // whole_ids[g * whole_stride + k] instead of its lists. null: no request ever does.
   const int32_t *whole, *whole_ids;
   int64_t whole_stride;  // elements
   hb_cache host;  // in the layout of `cache`
-  const int32_t* layer;  // index into `caches` of the question's layer, which replaces `cache`; or null
-  const hb_cache* caches;  // [caches_count], must live as long as the server; boxes may share them
-  int32_t caches_count;
 } hb_mailbox;
 
 typedef struct hb_mail hb_mail;
