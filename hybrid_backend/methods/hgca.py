@@ -285,7 +285,7 @@ class Hgca(Method):
             self._average.index_fill_(1, sent(places[begins], self.tiers.device), 0.0)
 
     def _begin_judging(self, rows: DecodeRows, r: int, request: int, first: int) -> None:
-        """Let the workers judge a prompt by its last queries, and let the request attend its older pages whole.
+        """Prepare to judge a prompt by its last queries, and let the request attend its older pages whole.
 
         If the whole prompt came from a cache there are no queries, and all tokens are kept.
         """
@@ -302,7 +302,7 @@ class Hgca(Method):
         assert self._workers is not None
         unjudged = Unjudged(self.tiers, self._workers, rows, r, request, first, config.sinks)
         self._unjudged[rows.request_ids[r]] = unjudged
-        unjudged.submit(layers, config.hgca.beta / max(1, older * page_size), self.model.scale)
+        unjudged.prepare(layers, config.hgca.beta / max(1, older * page_size), self.model.scale)
 
     def _judge_pages(self, rows: DecodeRows, left: list[tuple[int, int]]) -> None:
         """Keep the tokens of leaving pages whose average is above beta times uniform (algorithm 1).

@@ -29,8 +29,8 @@ class LeftPage(NamedTuple):
 class Unjudged:
     """A request that decodes while its prompt is judged.
 
-    The queries and the page table are copied to the host without waiting for a GPU. The prompt is submitted once the
-    copies have arrived, which is also when all its K and V are in the host pool.
+    The queries and the page table are copied to the host without waiting for a GPU. The first `poll` after the copies
+    have arrived submits the prompt. All its K and V are in the host pool then.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Unjudged:
         self._event: torch.cuda.Event | None = None
         self._judging: Judging | None = None
 
-    def submit(self, queries: list[Tensor], threshold: float, scale: float) -> None:
-        """Submit the prompt to the workers, as soon as the copies have arrived.
+    def prepare(self, queries: list[Tensor], threshold: float, scale: float) -> None:
+        """Begin to copy the queries. Nothing is submitted yet, so that no error of the workers comes from here.
 
         Args:
             queries: ``[n, heads, head_dim]`` of each layer with a context cache: queries of the prompt's last n tokens.
@@ -69,7 +69,6 @@ class Unjudged:
         self._threshold, self._scale = threshold, scale
         if self._tiers.device.type == "cuda":
             self._event = torch.cuda.current_stream(self._tiers.device).record_event()
-        self._submit_arrived()
 
     def poll(self, deadline: float) -> Judgement | None:
         """Return the judgement; None while the workers have work left. Never waits.

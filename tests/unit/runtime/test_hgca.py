@@ -352,5 +352,8 @@ def test_a_prompt_that_cannot_be_submitted_fails_the_step() -> None:
     step, _ = running._begin({"a": 1})
     failure = running.runtime.failure(step)
     assert failure is not None and "closed" in str(failure.error)
+    again, _ = running._begin({"a": 1})
+    assert running.runtime.failure(again) is not None, "a step that is tried again fails too"
     running.runtime.release(["a"])
-    assert not hgca(running)._unjudged and running.runtime.tiers.cache.nbytes == 0
+    cache = running.runtime.tiers.cache
+    assert not hgca(running)._unjudged and cache.nbytes == 0 and not cache.whole.any()
