@@ -378,8 +378,9 @@ endif
 compare: test-install model ## All methods on the same prompts: fidelity, bytes, waits, tokens/s
 	$(PY) -m bench.compare
 
-bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head
+bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head, time of judging
 	$(PY) -m bench.hgca
+	$(PY) -m bench.judging
 
 bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.cpp, OpenVINO and both stock engines against ours on this CPU (BENCH_ARGS, see docs/lab/peers.md)
 	$(PY) -m bench.peers $(BENCH_ARGS)

@@ -137,7 +137,7 @@ struct Variant {
   int isa_index;
   bool runs;
   bool (*fits)(const Shape&);
-  PromptFn prompt;
+  PromptKernels prompt;
   ByteKernels bytes;
   const CodeKernels* codes;
 };
@@ -185,14 +185,15 @@ struct Variants {
         for (int i = 0; i < (int)of[operation].size(); i++) variants.push_back(i);
   }
 
-  void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&), PromptFn prompt) {
+  void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&),
+                  const PromptKernels& prompt) {
     of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr});
   }
   void add_bytes(const char* name, const Isa& isa, bool runs, const ByteKernels& bytes) {
-    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, bytes, nullptr});
+    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, {}, bytes, nullptr});
   }
   void add_codes(const char* name, const Isa& isa, bool runs, const CodeKernels* codes) {
-    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, {}, codes});
+    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, {}, {}, codes});
   }
   // An instruction set has one variant of each operation that it implements, unless a better one has its name.
   void add_isa(const Isa& isa, bool runs) {
