@@ -331,7 +331,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate capacity
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate simulate-traffic capacity
 .PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/lab/throughput.md)
@@ -342,6 +342,9 @@ bench-accuracy: test-install model ## KL and equal tokens against stock vLLM, by
 
 simulate: test-install ## The simulator's step of Qwen3-14B on three GPUs, and its errors against our own runs
 	$(PY) -m bench.simulate_step
+
+simulate-traffic: test-install ## Traffic on three GPUs, stock beside scout, simulated (minutes)
+	$(PY) -m bench.simulate_traffic
 
 capacity: test-install ## What every method holds and how fast it then decodes, planned and simulated
 	$(PY) -m bench.capacity
@@ -375,8 +378,9 @@ endif
 compare: test-install model ## All methods on the same prompts: fidelity, bytes, waits, tokens/s
 	$(PY) -m bench.compare
 
-bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head
+bench-hgca: test-install model ## HGCA: perplexity by device share and beta, tokens kept per head, time of judging
 	$(PY) -m bench.hgca
+	$(PY) -m bench.judging
 
 bench-peers: test-install $(SGLANG_PACKAGE_STAMP) $(PEERS_STAMP) model ## llama.cpp, OpenVINO and both stock engines against ours on this CPU (BENCH_ARGS, see docs/lab/peers.md)
 	$(PY) -m bench.peers $(BENCH_ARGS)

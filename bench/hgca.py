@@ -28,6 +28,7 @@ from hybrid_backend.tools.bench.fidelity import FIDELITY_FLAGS
 from hybrid_backend.tools.hub import fetch
 from tests.engines.server import MODEL, Server, hybrid_server, stock_server
 from tests.engines.texts import tokens_of_prose
+from tests.support.judged import judge_at_once
 
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "2", "--enforce-eager", *FIDELITY_FLAGS)
 START = 3000
@@ -67,6 +68,7 @@ def _print_kept(tokens: int, window: int, beta: float) -> None:
         block_size=config.page_size, attention_backend=BACKEND, disable_log_stats=True,
         additional_config={"hybrid": config.model_dump(mode="json")},
     )  # fmt: skip
+    judge_at_once(llm.llm_engine.model_executor.driver_worker.worker.session.runtime.workers)
     text: list[list[float]] = []
 
     def look(runtime: Any) -> None:

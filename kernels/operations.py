@@ -39,6 +39,7 @@ from hybrid_backend.kernels.contract.buffers import (
     Selection,
     check_one_query,
 )
+from hybrid_backend.kernels.contract.judging import Judgement, JudgingOperations, LayerToJudge, PromptToJudge
 from hybrid_backend.kernels.contract.residency import ResidencyOperations
 from hybrid_backend.kernels.contract.selection import SelectionOperations
 from hybrid_backend.kernels.contract.tokens import TokenOperations
@@ -48,8 +49,12 @@ __all__ = [
     "SIMILARITIES",
     "Copies",
     "Counters",
+    "Judgement",
+    "JudgingOperations",
+    "LayerToJudge",
     "Maps",
     "Operations",
+    "PromptToJudge",
     "Sample",
     "Selection",
     "check_one_query",

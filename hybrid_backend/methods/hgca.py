@@ -9,10 +9,15 @@ After a prompt, also one that continues a cached prefix, all tokens before the w
 of the prompt's last queries are compared with ``beta / (tokens on the CPU)``. So tokens leave the context cache and
 return to it. The host pool keeps all tokens.
 
+The CPU workers judge a prompt in the background (section 3.2.2 of the paper), while the engine decodes. No step waits
+for them. A request that is not judged yet attends all its older tokens in the host pool, as the paper's append does
+(algorithm 2, line 4). That is exact, and costs a dense step on the CPU. Without these tokens the first tokens of an
+answer would be wrong. A step takes a judgement once all layers of the prompt are judged.
+
 The first pages (`sinks`) stay on the device beside the ring and are left out of judging. The attention sink would take
 so much of the weight that all other tokens fall below uniform (docs/lab/measurements.md).
 
-Tokens are judged on the host between steps. The launches of a step do not depend on the result.
+Pages that leave the ring are judged on the host between steps. The launches of a step do not depend on the result.
 
 Deviations, beside the sinks: a KV head stands for its group of query heads by the largest of their weights. Prompts are
 attended densely through the staging buffers, which is exact. Only a prompt's last `APPEND_QUERIES` queries judge.
@@ -26,12 +31,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
+from hybrid_backend.kernels.operations import Judgement
+from hybrid_backend.methods.hgca_judging import LeftPage, Unjudged
 from hybrid_backend.step.method import Method, OwnMemory, staging_tokens
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
+from hybrid_backend.workers import WorkerPool
 
 if TYPE_CHECKING:
     from hybrid_backend.step import Toolbox
@@ -97,6 +106,8 @@ class Hgca(Method):
             config, model, tiers.layout, len(tiers.host.layers[full[0]]), tiers.frames.requests, tiers.device
         )
         self._running: dict[str, _Running] = {}
+        self._unjudged: dict[str, Unjudged] = {}
+        self._workers: WorkerPool | None = None
         self._queries: dict[str, dict[int, tuple[int, Tensor]]] = {}
         """Prompt length so far and the prompt's last queries, by request and layer."""
 
@@ -116,7 +127,10 @@ class Hgca(Method):
         step = super().own_memory(config, model, device, pages, max_requests)
         layout = cls.layout(config, model, device)
         average, lists = _buffers(config, model, layout, pages, max_requests, torch.device("meta"))
-        return replace(step, device=step.device + average.nbytes + sum(x.nbytes for x in lists))
+        cached = bool(layout.cached_layers(config, model))
+        whole = max_requests * (pages_of_a_sequence(config, model, pages) + 1) * 4 * cached  # `ContextCache.whole`
+        device_bytes = step.device + average.nbytes + sum(x.nbytes for x in lists)
+        return replace(step, device=device_bytes, host=step.host + whole)
 
     @classmethod
     def grown_bytes(cls, config: HybridConfig, model: ModelSpec, device: torch.device, tokens: int) -> int:
@@ -135,6 +149,9 @@ class Hgca(Method):
     @property
     def device_bytes(self) -> int:
         return self._average.nbytes + sum(x.nbytes for x in self._lists)
+
+    def take_workers(self, workers: WorkerPool) -> None:
+        self._workers = workers
 
     def kept_tokens(self) -> list[list[int]]:
         """Return the tokens in the context caches of all running requests, per layer with a cache and KV head."""
@@ -168,7 +185,9 @@ class Hgca(Method):
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        running = self._running.pop(request_id, None)
+        unjudged, running = self._unjudged.pop(request_id, None), self._running.pop(request_id, None)
+        if unjudged is not None:
+            unjudged.abandon()
         if running is not None:
             self.tiers.cache.release(running.request)
 
@@ -194,6 +213,8 @@ class Hgca(Method):
         if layer not in self.tiers.cache.stores:
             return None
         running, page_size = self._running[rows.request_ids[r]], self.config.page_size
+        if self.tiers.cache.whole[running.request]:
+            return None
         covered = torch.ones(self.model.num_kv_heads, int(rows.seq_lens[r]), dtype=torch.bool)
         covered[:, self.config.sinks * page_size : running.first * page_size] = False
         for head, positions in enumerate(self.tiers.cache.positions(layer, running.request)):
@@ -211,7 +232,8 @@ class Hgca(Method):
         self._write_lists(step)
         older = (first - config.sinks) * page_size
         on_cpu = torch.full((len(step.maps.page_of),), float(older.sum()))
-        on_cpu[self._cached] = cache.tokens[:, requests].sum((1, 2)) / self.model.num_kv_heads
+        whole_tokens = int(cache.whole[requests].sum()) * page_size
+        on_cpu[self._cached] = cache.tokens[:, requests].sum((1, 2)) / self.model.num_kv_heads + whole_tokens
         step.counting.count_tokens(int((rows.seq_lens - older).sum()), 0, on_cpu.tolist())
 
     def _write_lists(self, step: Toolbox) -> None:
@@ -234,21 +256,27 @@ class Hgca(Method):
     # --- judging ---
 
     def _judge(self, rows: DecodeRows, requests: list[int], first: list[int]) -> None:
-        """Judge all older tokens of requests that begin to decode, and the tokens of pages that leave a ring.
+        """Begin to judge prompts, judge the pages that leave a ring, and take the judgements that have arrived.
 
-        A step that has either waits for a GPU.
+        A step in which a page leaves a ring waits for a GPU. No step waits for the workers.
         """
         ring, sinks, page_size = self._ring, self.config.sinks, self.config.page_size
         left: list[tuple[int, int]] = []
         for r, (request_id, request, page) in enumerate(zip(rows.request_ids, requests, first, strict=True)):
             running = self._running.get(request_id)
             if running is None:
-                self._judge_prompt(rows, r, request, page)
+                self._begin_judging(rows, r, request, page)
             else:
                 left += [(r, before) for before in range(running.first, page)]
             self._running[request_id] = _Running(request, page)
         if left:
             self._judge_pages(rows, left)
+        for r, request_id in enumerate(rows.request_ids):
+            unjudged = self._unjudged.get(request_id)
+            judgement = None if unjudged is None else unjudged.poll(self.config.workers.deadline_seconds)
+            if unjudged is not None and judgement is not None:
+                del self._unjudged[request_id]
+                self._take(unjudged, judgement, self._running[request_id], int(rows.seq_lens[r]))
         newest = rows.num_pages - 1
         # If a step fails, the retried step opens the same page again.
         begins = ((rows.seq_lens - 1) % page_size == 0) & (newest >= sinks)
@@ -256,71 +284,87 @@ class Hgca(Method):
             places = torch.tensor(requests) * ring + (newest - sinks) % ring
             self._average.index_fill_(1, sent(places[begins], self.tiers.device), 0.0)
 
+    def _begin_judging(self, rows: DecodeRows, r: int, request: int, first: int) -> None:
+        """Prepare to judge a prompt by its last queries, and let the request attend its older pages whole.
+
+        If the whole prompt came from a cache there are no queries, and all tokens are kept.
+        """
+        config, cache, page_size = self.config, self.tiers.cache, self.config.page_size
+        queries = self._queries.pop(rows.request_ids[r], {})
+        self._average[:, request * self._ring : (request + 1) * self._ring].zero_()
+        older = first - config.sinks
+        if int(rows.seq_lens[r]) - 1 < first * page_size:
+            return  # The prompt has no token after the sinks.
+        cache.whole_pages[request, :older].copy_(rows.page_table[r, config.sinks : first].int(), non_blocking=True)
+        cache.attend_whole(request, older, older * page_size)
+        none = torch.empty(0, self.model.num_heads, self.model.head_dim, dtype=self.model.dtype)
+        layers = [queries[layer][1] if layer in queries else none for layer in cache.row]
+        assert self._workers is not None
+        unjudged = Unjudged(self.tiers, self._workers, rows, r, request, first, config.sinks)
+        self._unjudged[rows.request_ids[r]] = unjudged
+        unjudged.prepare(layers, config.hgca.beta / max(1, older * page_size), self.model.scale)
+
     def _judge_pages(self, rows: DecodeRows, left: list[tuple[int, int]]) -> None:
         """Keep the tokens of leaving pages whose average is above beta times uniform (algorithm 1).
+
+        The pages of a request whose prompt is not judged yet are attended whole until then.
 
         Args:
             rows: decode rows of the step.
             left: pairs of a row and a page that leaves its ring.
         """
-        device, page_size = self.tiers.device, self.config.page_size
+        device, sinks, cache = self.tiers.device, self.config.sinks, self.tiers.cache
         row, page = torch.tensor(left).T
         requests = torch.tensor([self._running[rows.request_ids[r]].request for r, _ in left])
-        places = requests * self._ring + (page - self.config.sinks) % self._ring
-        average = self._average.index_select(1, sent(places, device)).cpu()  # [layers, left, kv_heads, page_size]
+        places = requests * self._ring + (page - sinks) % self._ring
+        averages = self._average.index_select(1, sent(places, device)).cpu()  # [layers, left, kv_heads, page_size]
         host_pages = rows.page_table[sent(row, device), sent(page, device)].cpu()
-        keep = average > self.config.hgca.beta / (self._ring * page_size)
-        for i, request in enumerate(requests.tolist()):
-            self.tiers.cache.add(request, int(page[i]) * page_size, keep[:, i], host_pages[i : i + 1])
+        for i, (request, (r, page_number)) in enumerate(zip(requests.tolist(), left, strict=True)):
+            average, host_page = averages[:, i], host_pages[i : i + 1]
+            unjudged = self._unjudged.get(rows.request_ids[r])
+            if unjudged is None:
+                self._keep_tokens(request, page_number, average, host_page)
+                continue
+            steps = int(rows.seq_lens[r]) - unjudged.started_tokens
+            unjudged.left.append(LeftPage(page_number, host_page, average, steps))
+            cache.whole_pages[request, page_number - sinks] = host_page[0]
+            cache.whole[request] += 1
 
-    def _judge_prompt(self, rows: DecodeRows, r: int, request: int, first: int) -> None:
-        """Choose the tokens between sinks and page ``first`` that each head keeps, and begin the averages of the ring.
-
-        Both follow from the mean weights of the prompt's last queries. If the whole prompt came from a cache there are
-        no queries, and all tokens are kept. The step's own token is not in the host pool yet. All earlier tokens are,
-        in all layers, once the copy of the page table has arrived.
-        """
-        config, ring, page_size = self.config, self._ring, self.config.page_size
-        table, stored_tokens = rows.page_table[r].cpu(), int(rows.seq_lens[r]) - 1
-        sinks, older = config.sinks * page_size, first * page_size
-        queries = self._queries.pop(rows.request_ids[r], {})
-        averages = torch.zeros(self._average[:, :ring].shape)
-        places = torch.arange(first - config.sinks, first - config.sinks + ring) % ring
-        keep = torch.ones(len(averages), self.model.num_kv_heads, older - sinks, dtype=torch.bool)
-        pages = table[: -(-stored_tokens // page_size)]
-        for layer, (_, last_queries) in queries.items():
-            row, last_queries = self.tiers.cache.row[layer], last_queries.cpu()
-            # One head at a time, because a long context's K of all heads in fp32 would be larger than its bf16 KV.
-            for head in range(self.model.num_kv_heads):
-                k = self.tiers.host.layers[layer][pages, head, 0].flatten(0, 1)[:stored_tokens]
-                weights = self._mean_weights(last_queries, k, head, sinks, older)
-                keep[row, head] = weights[sinks:older] > config.hgca.beta / max(1, older - sinks)
-                recent = torch.zeros(ring * page_size)
-                recent[: max(0, stored_tokens - older)] = weights[older:]
-                averages[row, places, head] = recent.view(ring, page_size)
-        self.tiers.cache.add(request, sinks, keep, table[config.sinks : first])
-        self._average[:, request * ring : (request + 1) * ring] = sent(averages, self.tiers.device)
-
-    def _mean_weights(self, queries: Tensor, k: Tensor, head: int, sinks: int, older: int) -> Tensor:
-        """Return ``[tokens]``, the mean over the queries of their softmax weights; a KV head takes the largest.
-
-        The softmax runs over the sinks, over the other older tokens and over the recent tokens, each part alone. In
-        many heads the sinks take most of the attention whatever they hold, and no other token would look heavy.
+    def _keep_tokens(self, request: int, page: int, average: Tensor, host_page: Tensor) -> None:
+        """Append the tokens of a page that left the ring to the lists of the KV heads whose averages are high enough.
 
         Args:
-            queries: ``[n, heads, head_dim]`` of the last n tokens.
-            k: ``[tokens, head_dim]`` keys of the KV head.
-            head: KV head.
-            sinks: tokens of the first pages.
-            older: tokens before the ring.
+            request: request index.
+            page: logical page.
+            average: ``[layers, kv_heads, page_size]`` on the host.
+            host_page: ``[1]`` host page.
         """
-        count, group = len(queries), self.model.num_heads // self.model.num_kv_heads
-        group_queries = queries[:, head * group : (head + 1) * group].float().transpose(0, 1)  # [group, n, dim]
-        logits = torch.matmul(group_queries * self.model.scale, k.float().T)
-        logits[..., len(k) - count :].masked_fill_(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
-        spans = (logits[..., :sinks], logits[..., sinks:older], logits[..., older:])
-        weights = torch.cat([span.softmax(-1).nan_to_num(0.0) for span in spans], -1).mean(1)
-        return weights.amax(0)
+        page_size = self.config.page_size
+        keep = average > self.config.hgca.beta / (self._ring * page_size)
+        self.tiers.cache.add(request, page * page_size, keep, host_page)
+
+    def _take(self, unjudged: Unjudged, judgement: Judgement, running: _Running, seq_len: int) -> None:
+        """Give a request the lists of its judged prompt, and add the prompt's weights to the averages of the ring.
+
+        The averages have followed the steps since the prompt, so the weights count as if these steps had come after
+        them: ``A = (1 - alpha)^n A_prompt`` plus what the n steps added.
+        """
+        ring, sinks, page_size, cache = self._ring, self.config.sinks, self.config.page_size, self.tiers.cache
+        decay, recent = 1 - self.config.hgca.alpha, judgement.recent
+        padded = functional.pad(recent, (0, ring * page_size - recent.shape[2]))
+        weights = padded.unflatten(2, (ring, page_size)).transpose(1, 2)  # [layers, ring, kv_heads, page_size]
+        cache.take(running.request, sinks * page_size, judgement)
+        for page, host_page, average, steps in unjudged.left:
+            place = page - unjudged.first
+            started = weights[:, place] * decay**steps if place < ring else 0.0
+            self._keep_tokens(running.request, page, average + started, host_page)
+        cache.attend_lists(running.request)
+        # The pages of the prompt's ring that have not left it.
+        pages = torch.arange(running.first, max(running.first, unjudged.first + ring))
+        if len(pages):
+            places = running.request * ring + (pages - sinks) % ring
+            added = weights[:, pages - unjudged.first] * decay ** (seq_len - unjudged.started_tokens)
+            self._average.index_add_(1, sent(places, self.tiers.device), sent(added, self.tiers.device))
 
 
 def _ring(config: HybridConfig) -> int:

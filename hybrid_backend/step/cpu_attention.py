@@ -17,7 +17,7 @@ from hybrid_backend.attention.partial import PageList
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
-from hybrid_backend.kernels.cpu import STEPS, Mailboxes
+from hybrid_backend.kernels.cpu import STEPS, HostLists, Mailboxes
 from hybrid_backend.kernels.operations import Counters
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.patience import Patience
@@ -47,7 +47,8 @@ class CpuAttention(Protocol):
         Args:
             layer: index of a layer with full attention.
             q: ``[rows, heads, head_dim]``.
-            pages: ``[rows, lists, n]`` int32 full host pages; None: the pages of the layer's context cache.
+            pages: ``[rows, lists, n]`` int32 full host pages; None: the layer's context cache, or, of a request that is
+                not judged yet, all its older pages.
             counts: ``[rows, lists]`` int32 pages in each list; with a context cache, 0 for an empty cache.
             in_mailbox: `select_pages` has already written ``pages`` and ``counts`` to the mailbox.
         """
@@ -89,7 +90,7 @@ class PoolCpuAttention:
         self._patience = Patience(config.workers.deadline_seconds)
         self._page_size, self._scale = config.page_size, model.scale
         self._owners: Owners | None = None
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, list[Ticket]] = {}
 
     def begin(self, rows: int) -> None:
         generation = self._tiers.frames.generation
@@ -101,11 +102,7 @@ class PoolCpuAttention:
 
     def ask(self, layer: int, q: Tensor, pages: Tensor | None, counts: Tensor, in_mailbox: bool = False) -> None:
         if pages is None:
-            assert self._owners is not None
-            cache = self._tiers.cache
-            store, lists = cache.stores[layer], cache.lists(layer, self._owners.requests.tolist())
-            if not lists.ids.shape[2]:
-                return
+            self._ask_caches(layer, q)
         else:
             longest = int(counts.max()) if counts.numel() else 0
             if not longest:
@@ -113,23 +110,44 @@ class PoolCpuAttention:
             store = self._tiers.host.layers[layer]
             tokens = torch.where(torch.arange(longest) < counts[..., None], self._page_size, 0)
             lists = PageList(pages[..., :longest].long().masked_fill_(tokens == 0, -1), tokens)
-        self._tickets[layer] = self._workers.submit(q, store, lists, self._scale, f"layer {layer}", self._owners)
+            self._submit(layer, q, store, lists)
+
+    def _ask_caches(self, layer: int, q: Tensor) -> None:
+        """Request the partials of context caches, and of older pages that are attended whole."""
+        assert self._owners is not None
+        cache, requests = self._tiers.cache, self._owners.requests.tolist()
+        lists, whole = cache.lists(layer, requests), cache.whole_lists(requests)
+        if lists.ids.shape[2]:
+            self._submit(layer, q, cache.stores[layer], lists)
+        if whole is not None:
+            self._submit(layer, q, self._tiers.host.layers[layer], whole)
+
+    def _submit(self, layer: int, q: Tensor, store: Tensor, lists: PageList) -> None:
+        ticket = self._workers.submit(q, store, lists, self._scale, f"layer {layer}", self._owners)
+        self._tickets.setdefault(layer, []).append(ticket)
 
     def take(self, layer: int, rows: int) -> tuple[Tensor, Tensor] | None:
-        ticket = self._tickets.pop(layer, None)
-        if ticket is None:
+        tickets = self._tickets.pop(layer, None)
+        if tickets is None:
             return None
         began = time.perf_counter()
         try:
-            partial = ticket.wait(self._patience.seconds)
-        except DeadlineError:
-            self._patience.note(is_missed=True)
+            partials = [ticket.wait(self._patience.seconds) for ticket in tickets]
+        except WorkerError as error:
+            for ticket in tickets:
+                ticket.abandon()
+            if isinstance(error, DeadlineError):
+                self._patience.note(is_missed=True)
             raise
         self._patience.note(is_missed=False)
         counters = self._buffers.layers[layer].counters
         counters[_WAITED] += round((time.perf_counter() - began) * 1e9)
-        counters[_AHEAD] += round((began - ticket.submit_time) * 1e9)
-        return partial.out, partial.lse
+        counters[_AHEAD] += round((began - tickets[0].submit_time) * 1e9)
+        (out, lse), *more = partials
+        for partial in more:  # No row has keys in two partials.
+            has_keys = partial.lse > -torch.inf
+            out, lse = torch.where(has_keys[..., None], partial.out, out), torch.where(has_keys, partial.lse, lse)
+        return out, lse
 
     def failure(self, number: int) -> WorkerError | None:
         """Return None, because `take` raises the error."""
@@ -137,7 +155,8 @@ class PoolCpuAttention:
 
     def abandon(self) -> None:
         while self._tickets:
-            self._tickets.popitem()[1].abandon()
+            for ticket in self._tickets.popitem()[1]:
+                ticket.abandon()
 
     def close(self) -> None:
         self.abandon()
@@ -176,7 +195,10 @@ class MailboxCpuAttention:
             {layer: (0, 0) if layer in cache.row else shape.list_shape(tiers.has_digests(layer)) for layer in layers},
             model.scale,
             current=tiers.frames.generation,
-            kept_tokens={layer: cache.tokens[row] for layer, row in cache.row.items()},
+            host_lists={
+                layer: HostLists(cache.tokens[row], cache.whole, cache.whole_pages, tiers.host.layers[layer])
+                for layer, row in cache.row.items()
+            },
         )
 
     def begin(self, rows: int) -> None:

@@ -27,6 +27,7 @@ from hybrid_backend.step.method import (
     HeadLoads,
     KnowsAttended,
     Method,
+    TakesWorkers,
     WaitingMethod,
     WaitingRows,
     factors_of,
@@ -74,6 +75,8 @@ class StepDriver:
         elif shape.frames:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
             self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps)
+        if isinstance(method, TakesWorkers):
+            method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"
         # The selection of the next layer runs in a stream of its own, while this layer computes. The CPU workers wait
         # for the selection, so the stream has priority.

@@ -298,6 +298,14 @@ class AttendsPrompts(Protocol):
 
 
 @runtime_checkable
+class TakesWorkers(Protocol):
+    """A method that gives the worker pool jobs of its own."""
+
+    def take_workers(self, workers: WorkerPool) -> None:
+        """Keep the pool. The driver calls this once, at start."""
+
+
+@runtime_checkable
 class SeesPrompts(Protocol):
     """A method that uses the queries of prompts."""
 

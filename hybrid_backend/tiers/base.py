@@ -90,7 +90,7 @@ class Tiers:
             frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
             stream=stream,
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, all_heads), host, operations, device),
-            cache=ContextCache(cached, max_requests, sequence_pages),
+            cache=ContextCache(cached, max_requests, sequence_pages, is_pinned=device.type == "cuda"),
             prompts=TorchPrompts(operations, model) if flashinfer is None else flashinfer.prompts,
             decode=None if flashinfer is None else flashinfer.decode,
             write_back=WriteBack(host, operations, device),

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_backend.attention.partial import PageList
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.operations import Judgement
 from hybrid_backend.tiers.mapped import mapped_zeros
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # `mmap` has the name since Python 3.13.
@@ -25,16 +26,27 @@ class ContextCache:
     allocates memory when a token is written, and takes the memory back when the request is released. So a store never
     moves while a CPU worker reads it.
 
+    A request whose prompt is being judged has no list yet. It attends all its older pages in the host pool, whole, in
+    all cached layers (`attend_whole`). `take` gives it its lists.
+
     Attributes:
         stores: per layer ``[requests * pages, kv_heads, 2, page_size, head_dim]``, the host pool's layout, so that the
             same kernels attend it. Request index i owns the pages from ``i * pages`` on; KV head h writes its list to
             index h of the second dimension, without gaps.
         tokens: ``[layers, requests, kv_heads]`` int32: length of each list in tokens.
         row: row of each cached layer in ``tokens``.
+        whole: ``[requests]`` int32: number of older pages that the request attends whole; 0: it attends its lists.
+        whole_pages: ``[requests, pages]`` int32: host pages that ``whole`` counts.
     """
 
-    def __init__(self, layers: Mapping[int, Tensor], requests: int, pages: int) -> None:
+    def __init__(self, layers: Mapping[int, Tensor], requests: int, pages: int, is_pinned: bool = False) -> None:
         """Reserve the address space for the layers whose host pool tensors are ``layers``.
+
+        Args:
+            layers: host pool tensor of each cached layer.
+            requests: requests that run at once.
+            pages: pages of a sequence at most.
+            is_pinned: a GPU writes ``whole_pages``.
 
         Raises:
             ConfigError: the operating system refuses the address space.
@@ -47,6 +59,10 @@ class ContextCache:
         self._maps = [memory for _, memory in maps.values()]
         kv_heads = next((kv.shape[1] for kv in layers.values()), 0)
         self.tokens = torch.zeros(len(layers), requests, kv_heads, dtype=torch.int32)
+        columns = pages if layers else 0
+        self.whole = torch.zeros(requests, dtype=torch.int32)
+        self.whole_pages = torch.zeros(requests, columns, dtype=torch.int32, pin_memory=is_pinned)
+        self._reserved_tokens = [0] * requests  # Tokens that the judging of a request may have written to its pages.
         # Calls of `add` by request: (position of the first token, its argument `keep`).
         self._additions: dict[int, list[tuple[int, Tensor]]] = {}
         self._lists: dict[int, tuple[list[int], PageList]] = {}  # Requests and result of each layer's last `lists`.
@@ -58,6 +74,47 @@ class ContextCache:
             int((-(-self.tokens[self.row[layer]] // store.shape[3])).sum()) * store[0, 0].nbytes
             for layer, store in self.stores.items()
         )
+
+    def attend_whole(self, request: int, pages: int, reserved_tokens: int) -> None:
+        """Let a request attend its older pages in the host pool, all tokens of them, until `take` gives it lists.
+
+        Args:
+            request: request index, with empty lists. The caller has written the pages to ``whole_pages[request]``.
+            pages: number of these pages.
+            reserved_tokens: tokens that workers may write to the request's pages of the stores.
+        """
+        self.whole[request], self._reserved_tokens[request] = pages, reserved_tokens
+        self._lists.clear()
+
+    def own_pages(self, layer: int, request: int) -> Tensor:
+        """Return the pages of ``stores[layer]`` that belong to a request."""
+        return self.stores[layer][request * self.pages : (request + 1) * self.pages]
+
+    def take(self, request: int, first: int, judgement: Judgement) -> None:
+        """Give a request the lists that workers have written to its pages, from position ``first`` on.
+
+        The request then attends its lists. A step that is running may attend either: both hold the tokens between the
+        sinks and the window.
+        """
+        self._additions[request] = [(first, judgement.keep_mask)]
+        self.tokens[:, request] = judgement.counts
+        self._lists.clear()
+
+    def attend_lists(self, request: int) -> None:
+        """Let a request attend its lists from the next question on, after `take` and `add` have completed them."""
+        self.whole[request] = 0
+        self._lists.clear()
+
+    def whole_lists(self, requests: list[int]) -> PageList | None:
+        """Return the host pages ``[requests, 1, k]`` that these requests attend whole; None if they attend none."""
+        counts = self.whole[requests, None, None]
+        longest = int(counts.max())
+        if not longest:
+            return None
+        is_listed = torch.arange(longest) < counts
+        size = next(iter(self.stores.values())).shape[3]
+        ids = self.whole_pages[requests, None, :longest].long()
+        return PageList(ids.masked_fill(~is_listed, -1), torch.where(is_listed, size, 0))
 
     def add(self, request: int, first: int, keep: Tensor, pages: Tensor) -> None:
         """Append tokens of ``n`` consecutive whole pages to a request's lists.
@@ -105,7 +162,8 @@ class ContextCache:
     def release(self, request: int) -> None:
         """Empty a request's lists and return their memory to the operating system."""
         for layer, memory in zip(self.row, self._maps, strict=True):
-            page, longest = self.stores[layer][0], int(self.tokens[self.row[layer], request].max())
+            page, listed = self.stores[layer][0], int(self.tokens[self.row[layer], request].max())
+            longest = max(listed, self._reserved_tokens[request])
             start = request * self.pages * page.nbytes
             end = start + -(-longest // page.shape[2]) * page.nbytes
             # Only whole OS pages are returned, because the neighbouring request may use the rest of the outer two.
@@ -114,6 +172,7 @@ class ContextCache:
                 memory.madvise(mmap.MADV_DONTNEED, start, end - start)
         self._additions.pop(request, None)
         self.tokens[:, request] = 0
+        self.whole[request] = self._reserved_tokens[request] = 0
         self._lists.clear()
 
 

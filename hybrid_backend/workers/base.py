@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList, Partial
+from hybrid_backend.kernels.operations import PromptToJudge
+from hybrid_backend.workers.judging import Judging
 
 
 class Owners(NamedTuple):
@@ -67,6 +69,15 @@ class WorkerPool(ABC):
             scale: factor of the attention logits.
             what: name of the jobs in error messages.
             owners: requests of the rows. None: no row is ever skipped.
+        """
+
+    @abstractmethod
+    def judge(self, prompt: PromptToJudge, what: str) -> Judging:
+        """Start to judge a prompt and return without waiting. Jobs of `submit` go first.
+
+        Args:
+            prompt: the prompt; its tensors must not change until the result has come or the prompt is abandoned.
+            what: name of the prompt in error messages.
         """
 
     @abstractmethod

@@ -34,9 +34,11 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import PageList, empty_partial
 from hybrid_backend.errors import ConfigError, WorkerError
+from hybrid_backend.kernels.operations import PromptToJudge
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import name_thread
 from hybrid_backend.workers.ipex_job import Area, Job, check_shapes
+from hybrid_backend.workers.judging import JudgeThread, Judging
 from hybrid_backend.workers.registry import HOW_TO_GET_IPEX, ipex_python
 
 PROGRAM = Path(__file__).with_name("ipex_process.py")
@@ -64,6 +66,7 @@ class IpexPool(WorkerPool):
         """
         self.cpus = cpus
         self.threads = threads
+        self._judge = JudgeThread(cpus)
         command = command or [ipex_python(), "-I", str(PROGRAM)]
         self._areas = [Area() for _ in range(_AREAS)]
         self._link, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,6 +126,10 @@ class IpexPool(WorkerPool):
             self._jobs.put(job)
         return job
 
+    def judge(self, prompt: PromptToJudge, what: str) -> Judging:
+        """Judge a prompt (`WorkerPool.judge`) in a thread of the engine's process."""
+        return self._judge.judge(prompt, what)
+
     def close(self) -> None:
         """End the process and free the shared memory. Unfinished jobs fail."""
         with self._lock:
@@ -131,6 +138,7 @@ class IpexPool(WorkerPool):
             self._closed = True
             self._dead = self._dead or "the worker was closed"
             self._jobs.put(None)
+        self._judge.close()
         self._link.shutdown(socket.SHUT_RDWR)  # The process and both threads end when the socket is shut down.
         self._end_process()
         for thread in self._threads:
@@ -182,7 +190,7 @@ class IpexPool(WorkerPool):
         """Copy the pages of each job into a free area and send the job (body of a thread)."""
         name_thread()
         os.sched_setaffinity(0, self.cpus)
-        # A second team of OpenMP threads would compete with the engine's. For the C function see `TorchPool._pin`.
+        # A second team of OpenMP threads would compete with the engine's. The C function: see `judging.begin_worker`.
         torch._C.set_num_threads(1)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:

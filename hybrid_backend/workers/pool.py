@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +14,7 @@ from hybrid_backend.attention.partial import PageList, Partial
 from hybrid_backend.config import WorkersConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.operations import PromptToJudge
 from hybrid_backend.workers.base import Owners, Ticket, WorkerPool
 from hybrid_backend.workers.cpus import (
     ALONE,
@@ -24,11 +24,11 @@ from hybrid_backend.workers.cpus import (
     Topology,
     check_cpus,
     cpu_quota,
-    name_thread,
     spare_cpus,
     within_quota,
 )
 from hybrid_backend.workers.ipex import IpexPool
+from hybrid_backend.workers.judging import JudgeThread, Judging, PoolJudging, begin_worker
 from hybrid_backend.workers.registry import IPEX, PartialKernel, kernel_name, resolve_kernel
 
 THREADS_PER_CPU = 4
@@ -103,6 +103,9 @@ class NativePool(WorkerPool):
         owner_tensors = owners._asdict() if owners is not None else {}
         return _NativeTicket(self.native.submit(q, layer, pages.ids, pages.valid, scale, what=what, **owner_tensors))
 
+    def judge(self, prompt: PromptToJudge, what: str) -> Judging:
+        return PoolJudging(cpu.NativeJudging(self.native, prompt, what), what)
+
     def close(self) -> None:
         self.native.close()
 
@@ -132,8 +135,13 @@ class TorchPool(WorkerPool):
         self.cpus = cpus
         self.threads = threads
         self._kernel = kernel
-        self._engine_openmp_threads = torch.get_num_threads()
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hybrid-worker", initializer=self._pin)
+        self._executor = ThreadPoolExecutor(
+            threads,
+            thread_name_prefix="hybrid-worker",
+            initializer=begin_worker,
+            initargs=(cpus, torch.get_num_threads()),
+        )
+        self._judge = JudgeThread(cpus)
 
     def submit(
         self, q: Tensor, layer: Tensor, pages: PageList, scale: float, what: str, owners: Owners | None = None
@@ -141,19 +149,12 @@ class TorchPool(WorkerPool):
         rows = [slice(r, r + 1) for r in range(len(q))]
         return _TorchTicket([self._executor.submit(self._run, row, q, layer, pages, scale) for row in rows], what)
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+    def judge(self, prompt: PromptToJudge, what: str) -> Judging:
+        return self._judge.judge(prompt, what)
 
-    def _pin(self) -> None:
-        """Prepare a thread of the pool: its name, its CPUs, and one OpenMP thread for its operations."""
-        name_thread()
-        os.sched_setaffinity(0, self.cpus)
-        # vLLM replaces torch.set_num_threads by a no-op, so the C function is called. The function also sets the
-        # number that new threads start with, so a short-lived thread restores the engine's number.
-        torch._C.set_num_threads(1)
-        restorer = threading.Thread(target=torch._C.set_num_threads, args=(self._engine_openmp_threads,))
-        restorer.start()
-        restorer.join()
+    def close(self) -> None:
+        self._judge.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, rows: slice, q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Partial:
         with torch.inference_mode():

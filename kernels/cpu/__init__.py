@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
+from hybrid_backend.kernels.cpu.judging import NativeJudging
 from hybrid_backend.kernels.cpu.library import isas, native
-from hybrid_backend.kernels.cpu.mailbox import STEPS, Mailboxes, QuestionBoxes, RequestBoxes
+from hybrid_backend.kernels.cpu.mailbox import STEPS, HostLists, Mailboxes, QuestionBoxes, RequestBoxes
 from hybrid_backend.kernels.cpu.operations import attend_prompt
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
 __all__ = [
     "STEPS",
     "Decoder",
+    "HostLists",
     "Mailboxes",
+    "NativeJudging",
     "NativeTicket",
     "Pool",
     "QuestionBoxes",

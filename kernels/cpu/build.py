@@ -61,7 +61,7 @@ _ISA_FLAGS: dict[str, dict[str, list[str]]] = {
 EXPORTS = "{ global: hb_*; local: *; };\n"
 CORE = [
     *("dispatch", "kv_format", "attend_job", "digest", "codes", "pool", "mailbox", "decode", "decode_select"),
-    *("op_attend", "op_digests", "op_labels", "op_prompt", "op_residency", "op_scores", "op_select"),
+    *("judge", "op_attend", "op_digests", "op_labels", "op_prompt", "op_residency", "op_scores", "op_select"),
     *("measure", "selfcheck", "api"),
 ]
 

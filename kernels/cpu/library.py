@@ -36,6 +36,8 @@ PartialArgs: Any = STRUCTURES["hb_partial_args"]
 StepArgs: Any = STRUCTURES["hb_step"]
 LayerArgs: Any = STRUCTURES["hb_layer"]
 MailboxArgs: Any = STRUCTURES["hb_mailbox"]
+JudgeLayer: Any = STRUCTURES["hb_judge_layer"]
+JudgeArgs: Any = STRUCTURES["hb_judge_args"]
 
 
 @lru_cache(maxsize=1)

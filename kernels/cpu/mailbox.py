@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,20 @@ class Mailbox:
     def nbytes(self) -> int:
         """Host memory of the box, in bytes."""
         return sum(tensor.nbytes for tensor in vars(self).values())
+
+
+class HostLists(NamedTuple):
+    """Lists of a layer that the host may change between steps."""
+
+    tokens: Tensor
+    """``[rows, kv_heads]`` int32: the row of request i attends, for each KV head, so many tokens of the i-th of
+    ``rows`` equal parts of the layer's pages."""
+    whole: Tensor
+    """``[rows]`` int32: if not 0, request i attends so many pages of `whole_pages` instead, with all KV heads."""
+    whole_pages: Tensor
+    """``[rows, capacity]`` int32 pages of `host`."""
+    host: Tensor
+    """Host pages, in the layout of the layer's pages."""
 
 
 @dataclass(eq=False)
@@ -171,13 +185,11 @@ class Mailboxes(_Server):
         heads: query heads.
         rows: rows of a step at most.
         lists: number of lists (1, or one per KV head) and pages of a list at most, by layer; (0, 0) for a layer of
-            ``kept_tokens``.
+            ``host_lists``.
         scale: factor of the logits.
         current: ``[requests]`` int64 current generation of each index. A row whose index was released since the device
             wrote ``generations`` gets the empty partial.
-        kept_tokens: ``[rows, kv_heads]`` int32 tokens by layer, which the host may change between steps: the row of
-            request i attends, for each KV head, so many tokens of the i-th of ``rows`` equal parts of the layer.
-            ``requests`` and ``current`` are needed for it.
+        host_lists: lists that the host keeps, by layer. ``requests`` and ``current`` are needed for them.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -193,9 +205,9 @@ class Mailboxes(_Server):
         scale: float,
         *,
         current: Tensor | None = None,
-        kept_tokens: Mapping[int, Tensor] = MappingProxyType({}),
+        host_lists: Mapping[int, HostLists] = MappingProxyType({}),
     ) -> None:
-        self._keep = (pool, dict(layers), current, dict(kept_tokens))
+        self._keep = (pool, dict(layers), current, dict(host_lists))
         first = next(iter(layers.values()))
         kv_heads, dim = first.shape[1], first.shape[4]
         self.requests = _pinned(rows, dtype=torch.int64)
@@ -219,9 +231,13 @@ class Mailboxes(_Server):
             args.rows, args.lists, args.capacity = box.ids.shape
             for name in ("q", "ids", "counts", "out", "lse", "asked_flag", "answered", "failed"):
                 setattr(args, name, getattr(box, name).data_ptr())  # an empty tensor's address is 0
-            if layer in kept_tokens:
+            if layer in host_lists:
+                lists_of_host = host_lists[layer]
                 args.lists, args.capacity = kv_heads, len(layers[layer]) // rows
-                args.counts = kept_tokens[layer].data_ptr()
+                args.counts, args.whole = lists_of_host.tokens.data_ptr(), lists_of_host.whole.data_ptr()
+                args.whole_ids = lists_of_host.whole_pages.data_ptr()
+                args.whole_stride = lists_of_host.whole_pages.stride(0)
+                args.host = lib.cache_of(lists_of_host.host)
             if current is not None:
                 args.request, args.generation = self.requests.data_ptr(), self.generations.data_ptr()
                 args.current = current.data_ptr()

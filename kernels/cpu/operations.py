@@ -267,6 +267,21 @@ def attend_prompt(
     )  # fmt: skip
 
 
+def prompt_weights(
+    q: Tensor, kv: Tensor, pages: Tensor, tokens: int, first: int, older: int, scale: float, isa: str | None = None
+) -> Tensor:
+    count, heads, dim = q.shape
+    store = paged_arguments(kv, q.dtype)
+    if dim != store[5]:
+        raise ValueError(f"queries of {dim} channels do not fit pages of {store[5]}")
+    weights = empty(store[3], max(tokens - first, 0), dtype=float32)
+    call(
+        "hb_prompt_weights", *store, address(q, q.dtype), address(pages, int32), weights.data_ptr(), count, tokens,
+        first, older, pages.numel(), group_size(heads, store[3]), lib.isa_index(isa), *team_arguments(), scale,
+    )  # fmt: skip
+    return weights
+
+
 def page_weights(
     q: Tensor, kv: Tensor, ids: Tensor, places: Tensor, tokens: Tensor, lse: Tensor, average: Tensor,
     scale: float, alpha: float, largest: bool,

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -216,6 +216,13 @@ class NativeTicket:
             self.abandon()
 
 
+class Adopted(Protocol):
+    """A background job of a pool (`judging.NativeJudging`)."""
+
+    def close(self) -> None:
+        """Give up the job and free its native memory. A second call does nothing."""
+
+
 class Pool:
     """Native threads that compute partials while the caller does something else; no Python runs in them.
 
@@ -256,6 +263,7 @@ class Pool:
         self._lock = threading.Lock()
         self._templates: dict[int, _Template] = {}  # Keyed by `id` of the layer's tensor; guarded by the lock.
         self._buried: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+        self._adopted: weakref.WeakSet[Adopted] = weakref.WeakSet()  # Background jobs, which end before the pool.
 
     @property
     def handle(self) -> int:
@@ -314,6 +322,20 @@ class Pool:
             raise WorkerError(f"native CPU kernel: {lib.failure()}")
         return NativeTicket(self, handle, (out, lse), alive, what)
 
+    def adopt(self, job: Adopted, begin: Callable[[int, Any], int | None], args: Any) -> int:
+        """Begin a background job, which is closed before the pool is; return its handle.
+
+        Raises:
+            WorkerError: the pool is closed, or ``begin`` (a function of the library) refuses ``args``.
+        """
+        if self._handle is None:
+            raise WorkerError("the pool of native CPU workers is closed")
+        handle = begin(self._handle, args)
+        if not handle:
+            raise WorkerError(f"native CPU kernel: {lib.failure()}")
+        self._adopted.add(job)
+        return handle
+
     def pause(self) -> None:
         """Keep the workers from taking new jobs until `resume`."""
         self.native.hb_pool_pause(self._handle, 1)
@@ -329,6 +351,8 @@ class Pool:
                 self.native.hb_ticket_free(handle)
             self._buried.clear()
             self._templates.clear()
+            for job in list(self._adopted):
+                job.close()
             self.native.hb_pool_free(self._handle)
             self._handle = None
 

@@ -11,12 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from hybrid_backend.batch import Batch, ModelSpec, Step
+from hybrid_backend.batch import Batch, DecodeRows, ModelSpec, Step
 from hybrid_backend.methods import headinfer
+from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.warm_up import warm_up
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import busy, capture
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.judged import judge_at_once
 from tests.support.scenario import GROWTH, SHORT_LIFE, Event, Request, play
 from tests.support.streams import STREAMS
 
@@ -60,9 +62,20 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
 def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: str) -> None:
     """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one. And the
     host opens the step, lets requests go and counts while the device is still busy with the step before; it waits where
-    a request begins to decode, and for the averages of a page that leaves HGCA's window."""
+    a request begins to decode, and for the averages of a page that leaves HGCA's window.
+    The workers begin to judge such a request without a wait."""
     made = engine(device, name, metrics={"sample_interval": 1})
     replay_as_a_graph(made, capture)
+    begun: list[str] = []
+    if isinstance(method := made.runtime.method, Hgca):
+        begin_judging = method._begin_judging
+
+        def begun_judging(rows: DecodeRows, r: int, request: int, first: int) -> None:
+            begun.append(rows.request_ids[r])
+            with busy():
+                begin_judging(rows, r, request, first)
+
+        method._begin_judging = begun_judging  # type: ignore[method-assign]
     begin, release = made.runtime.begin_step, made.runtime.release
 
     def opened(batch: Batch) -> Step:
@@ -85,6 +98,7 @@ def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: 
 
     made.runtime.begin_step, made.runtime.release = opened, released  # type: ignore[method-assign, assignment]
     play([made], GROWTH, after_step=count)
+    assert bool(begun) == (name == "hgca")
 
 
 @METHODS
@@ -147,6 +161,8 @@ def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, d
         Engine(config(method="hgca", **keys), spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=where)
         for where in (device, torch.device("cpu"))
     ]
+    for engine in engines:
+        judge_at_once(engine.runtime.workers)
     replay_as_a_graph(engines[0], capture)
     kept: list[list[list[int]]] = []
 

@@ -102,7 +102,9 @@ class Witness:
         if isinstance(method, Hgca) and layer in runtime.tiers.cache.stores:
             request, first = method._running[rows.request_ids[r]]
             pages = torch.arange(int(rows.num_pages[r]))
-            tokens = self._by_pages([pages[(pages < method.config.sinks) | (pages >= first)]], nothing)
+            # A request that is not judged yet attends its older pages whole.
+            whole = method.config.sinks + int(runtime.tiers.cache.whole[request])
+            tokens = self._by_pages([pages[(pages < whole) | (pages >= first)]], nothing)
             for head, positions in enumerate(runtime.tiers.cache.positions(layer, request)):
                 assert not tokens[head, positions].any(), "a token in the window and in the context cache"
                 tokens[head, positions] = True

@@ -20,6 +20,7 @@ from hybrid_backend.errors import ConfigError
 if TYPE_CHECKING:
     from hybrid_backend.hardware import Hardware
     from hybrid_backend.model import ModelShape
+    from hybrid_backend.tools.plan.report import Request
 
 _MOST_GIB = 4096
 _DEFAULT_CONTEXT = 2**15
@@ -34,7 +35,13 @@ def plan(
             help="tokens of a sequence, answer included: 8192, 128k, 1M; default: 32k, or the model's longest"
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="sequences at once, on all devices together")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="sequences at once, on all devices together; default: 1, with --traffic as many as fit",
+            show_default=False,
+        ),
+    ] = None,
     gpu_mem: Annotated[
         str | None, typer.Option(help="memory of one device, as 24GiB or 24; 0: no device; default: the machine's")
     ] = None,
@@ -61,6 +68,20 @@ def plan(
     ] = None,
     engine_overhead: Annotated[str | None, typer.Option(help="of the device, beside weights, activations, KV")] = None,
     host_overhead: Annotated[str | None, typer.Option(help="of the host, beside KV")] = None,
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT:ANSWER",
+            help="simulate requests of these lengths that come and go, as 32k:200, on stock and on the method",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="of --traffic: requests/s on all devices; default: the greatest within the SLO"),
+    ] = None,
+    slo_ttft: Annotated[float, typer.Option(help="of --traffic: longest TTFT, in times stock's without load")] = 1.5,
+    slo_tpot: Annotated[float, typer.Option(help="of --traffic: longest TPOT, in milliseconds")] = 50.0,
+    seed: Annotated[int, typer.Option(help="of --traffic: seed of the arrivals")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
 ) -> None:
     """Plan memory, largest batch and context, and expected speed of every method against stock."""
@@ -72,6 +93,7 @@ def plan(
     from hybrid_backend.tools.plan.report import Request, make_plan
     from hybrid_backend.tools.plan.table import show
 
+    check_lengths(traffic, rate, context)
     device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
     hardware, machine_name = None, None
     if machine is not None:
@@ -96,7 +118,7 @@ def plan(
         shape=shape,
         config=settings,
         context=_default_context(shape) if context is None else tokens(context),
-        batch=batch,
+        batch=1 if batch is None else batch,
         gpu_mem=device_bytes,
         ram=host_bytes,
         hardware=hardware,
@@ -106,12 +128,51 @@ def plan(
         device_overhead=memory("--engine-overhead", engine_overhead),
         host_overhead=memory("--host-overhead", host_overhead),
     )
+    if traffic is not None:
+        _show_traffic(request, traffic, rate, batch, (slo_ttft, slo_tpot), seed, as_json)
+        return
     planned = make_plan(request)
     if as_json:
         typer.echo(json.dumps(asdict(planned), indent=1))
     else:
         show(planned, _serve(named, config, overrides or []), Console())
         if not any(row.max_batch for row in planned.rows):
+            raise typer.Exit(1)
+
+
+def check_lengths(traffic: str | None, rate: float | None, context: str | None) -> None:
+    """Refuse a rate of requests without their lengths, and a context beside their lengths.
+
+    Raises:
+        ConfigError: ``--rate`` without ``--traffic``, or ``--context`` with it.
+    """
+    if traffic is None and rate is not None:
+        raise ConfigError(f"--rate: got {rate:g} without --traffic; add --traffic with lengths, such as 32k:200")
+    if traffic is not None and context is not None:
+        raise ConfigError(f"--context: got {context} beside --traffic {traffic}, which has the lengths; leave it out")
+
+
+def _show_traffic(
+    request: Request,
+    lengths: str,
+    rate: float | None,
+    batch: int | None,
+    slo: tuple[float, float],
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Simulate the traffic of ``--traffic`` and print it. ``slo`` is ``--slo-ttft`` and ``--slo-tpot``."""
+    from hybrid_backend.tools.plan.traffic.report import simulate_traffic
+    from hybrid_backend.tools.plan.traffic.table import show_traffic
+    from hybrid_backend.tools.plan.traffic.workload import Slo, Workload
+
+    workload, (ttft_times, tpot_ms) = Workload.parse(lengths, tokens, seed), slo
+    simulated = simulate_traffic(request, workload, Slo(ttft_times, tpot_ms / 1e3), rate=rate, max_requests=batch)
+    if as_json:
+        typer.echo(json.dumps(asdict(simulated), indent=1))
+    else:
+        show_traffic(simulated, Console())
+        if not (simulated.stock.holds or simulated.hybrid.holds):
             raise typer.Exit(1)
 
 

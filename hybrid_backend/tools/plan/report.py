@@ -154,16 +154,12 @@ def make_plan(request: Request) -> Plan:
         if value < 1:
             raise ConfigError(f"--{key}: got {value}, expected an integer >= 1")
     devices = request.hardware.gpus if request.hardware else 1
-    room = _room(request, devices)
+    room = memory_room(request, devices)
     stock = StockMemory(request.shape, Blocks.of(request.shape, request.config.page_size), room)
     request = replace(request, shape=replace(request.shape, kv_dtype=request.config.kv_dtype))
     blocks = Blocks.of(request.shape, request.config.page_size)
-    device, shape = torch.device("cpu" if room.on_host else "cuda"), request.shape
-    settled = request.config
-    if request.hardware is not None and request.hardware.device == "cpu":
-        settled = _with_native_kernels(settled)
-    settled = with_method(settled, shape.heads, shape.kv_heads, shape.head_dim, device)
-    settled = settled.for_layers(shape.attention_windows)
+    device = torch.device("cpu" if room.on_host else "cuda")
+    settled = settled_config(request, device)
     request = replace(request, config=settled)
     candidates: list[Candidate] = [stock]
     for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
@@ -197,6 +193,15 @@ def _with_native_kernels(config: HybridConfig) -> HybridConfig:
     if config.workers.kernel != "auto":
         return config
     return config.model_copy(update={"workers": config.workers.model_copy(update={"kernel": "native"})})
+
+
+def settled_config(request: Request, device: torch.device) -> HybridConfig:
+    """Return the configuration with the method and the exact layers that ``auto`` stands for on this device."""
+    shape, settled = request.shape, request.config
+    if request.hardware is not None and request.hardware.device == "cpu":
+        settled = _with_native_kernels(settled)
+    settled = with_method(settled, shape.heads, shape.kv_heads, shape.head_dim, device)
+    return settled.for_layers(shape.attention_windows)
 
 
 def _emulates_bf16(request: Request) -> bool:
@@ -239,7 +244,8 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
     ]
 
 
-def _room(request: Request, devices: int) -> MemoryRoom:
+def memory_room(request: Request, devices: int) -> MemoryRoom:
+    """Return the memory of one of ``devices`` devices, and its share of the host."""
     hardware, gpu_mem, ram = request.hardware, request.gpu_mem, request.ram
     if gpu_mem is None:
         if hardware is None:

@@ -131,6 +131,43 @@ int hb_ticket_idle(hb_ticket* ticket);  // 1 if no thread will touch the job's m
 void hb_ticket_span(hb_ticket* ticket, double* started, double* ended);  // CLOCK_MONOTONIC, seconds
 void hb_ticket_free(hb_ticket* ticket);  // waits for the threads that work on the job
 
+// --- judging: which tokens of a prompt each KV head keeps ------------------------------------------------------
+
+// One layer: the sequence's last `queries` queries [queries, kv_heads * group, head_dim], contiguous; the layer's host
+// pages; and the pages that take the tokens that are kept, in the layout of the host pages. queries 0: all are kept.
+typedef struct hb_judge_layer {
+  const char* q;
+  int64_t queries;
+  const char* keys;  // page 0
+  char* store;
+} hb_judge_layer;
+
+// Each KV head keeps the tokens first..older - 1 of a sequence whose mean weight (hb_prompt_weights) is above
+// `threshold`, and copies their K and V to its pages of the store, without gaps. `first` and `older` are multiples of
+// the page size.
+typedef struct hb_judge_args {
+  hb_model model;
+  hb_cache cache;  // strides and number of the host pages; base is not used
+  const hb_judge_layer* layers;  // [layer_count]
+  const int32_t* pages;  // host pages of the sequence
+  int64_t layer_count, tokens, first, older;
+  float threshold;
+  uint8_t* keep_mask;  // [layer_count, kv_heads, older - first] 1: the token is kept
+  float* recent;  // [layer_count, kv_heads, tokens - older] mean weights of the later tokens
+  int32_t* counts;  // [layer_count, kv_heads] tokens that are kept
+} hb_judge_args;
+
+typedef struct hb_judging hb_judging;
+
+// Returns at once. Threads of the pool judge while it has no other work. The memory that args points to must live until
+// hb_judging_free, but for `layers` and `pages`, which are copied.
+hb_judging* hb_judge(hb_pool* pool, const hb_judge_args* args);
+int hb_judging_state(hb_judging* judging);  // HB_OK: done; HB_TIMEOUT: not yet; HB_ERROR
+int64_t hb_judging_steps(hb_judging* judging);  // grows while threads work
+double hb_judging_seconds(hb_judging* judging);  // time that threads worked, summed over threads
+// Gives up what is not done. Waits for the threads that work on it, each of which ends after at most 128 keys.
+void hb_judging_free(hb_judging* judging);
+
 // --- mailboxes: jobs that the device raises by itself ---------------------------------------------------------
 
 // A mailbox belongs to one layer, or to one request with questions about any layer. It lies in pinned memory, which the
@@ -157,6 +194,11 @@ typedef struct hb_mailbox {
   const int32_t* layer;  // index into `caches` of the question's layer, which replaces `cache`; or null
   const hb_cache* caches;  // [caches_count], must live as long as the server; boxes may share them
   int32_t caches_count;
+  // Without ids: a request g with whole[g] > 0 attends, with all heads, the first whole[g] of the host pages
+  // whole_ids[g * whole_stride + k] instead of its lists. null: no request ever does.
+  const int32_t *whole, *whole_ids;
+  int64_t whole_stride;  // elements
+  hb_cache host;  // in the layout of `cache`
 } hb_mailbox;
 
 typedef struct hb_mail hb_mail;

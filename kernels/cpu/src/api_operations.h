@@ -160,6 +160,17 @@ typedef struct hb_attend_prompt_args {
 } hb_attend_prompt_args;
 int hb_attend_prompt(const hb_attend_prompt_args* args);
 
+typedef struct hb_prompt_weights_args {
+  hb_paged kv;
+  const char* q;  // [queries, kv_heads * group, head_dim]
+  const int32_t* pages;  // [n] of the sequence
+  float* weights;  // [kv_heads, tokens - first]
+  int64_t queries, tokens, first, older, n, group, isa;
+  hb_team team;
+  double scale;
+} hb_prompt_weights_args;
+int hb_prompt_weights(const hb_prompt_weights_args* args);
+
 typedef struct hb_page_weights_args {
   hb_paged kv;
   const char* q;

@@ -207,7 +207,7 @@ void AttendJob::run_chunk(int c) {
       seg.lse = &item_lse_[(size_t)item * model_.group];
     }
     const ListedPage* listed = lists.pages(list_of(item)) + (unit - begin);
-    const char* base = cache_.base + head * cache_.head_stride;
+    const char* base = (io.bases ? io.bases[row] : cache_.base) + head * cache_.head_stride;
     for (int p = 0; p < seg.count; p++)
       refs_[unit + p] = {base + listed[p].id * cache_.page_stride, listed[p].tokens, listed[p].skip};
     unit = end;

@@ -60,6 +60,7 @@ class AttendJob {
     const float* sinks = nullptr;  // [heads] or null: one more key without a value, for rows that have a key
     bool lse_by_token = false;     // lse is indexed by `tokens`, as q and out are
     bool zero_empty = true;  // otherwise out is not written where lse becomes -inf, because it is not read there
+    const char* const* bases = nullptr;  // [rows] page 0 of each row, in the layout of the cache; null: the cache's
   };
   Io io{};
   PageLists lists;

@@ -137,7 +137,7 @@ struct Variant {
   int isa_index;
   bool runs;
   bool (*fits)(const Shape&);
-  PromptFn prompt;
+  PromptKernels prompt;
   ByteKernels bytes;
   const CodeKernels* codes;
   AttendFn (*attend)(const Shape*);
@@ -159,8 +159,8 @@ struct Variants {
     add_bytes("vnni", hb_isa_avx512, cpu().vnni, hb_vnni_bytes);
 #endif
 #ifdef HB_HAVE_VNNI_ATTEND
-    of[PARTIAL].push_back({"vnni", &hb_isa_avx512, index_of(hb_isa_avx512), cpu().vnni, fits_all, nullptr, {}, nullptr,
-                           hb_vnni_attend});
+    of[PARTIAL].push_back(
+        {"vnni", &hb_isa_avx512, index_of(hb_isa_avx512), cpu().vnni, fits_all, {}, {}, nullptr, hb_vnni_attend});
 #endif
 #ifdef HB_HAVE_VBMI
     add_codes("vbmi", hb_isa_avx512, cpu().vbmi, &hb_vbmi_codes);
@@ -190,14 +190,15 @@ struct Variants {
         for (int i = 0; i < (int)of[operation].size(); i++) variants.push_back(i);
   }
 
-  void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&), PromptFn prompt) {
+  void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&),
+                  const PromptKernels& prompt) {
     of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr, nullptr});
   }
   void add_bytes(const char* name, const Isa& isa, bool runs, const ByteKernels& bytes) {
-    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, bytes, nullptr, nullptr});
+    of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, {}, bytes, nullptr, nullptr});
   }
   void add_codes(const char* name, const Isa& isa, bool runs, const CodeKernels* codes) {
-    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, nullptr, {}, codes, nullptr});
+    of[CODES].push_back({name, &isa, index_of(isa), runs, fits_all, {}, {}, codes, nullptr});
   }
   // An instruction set has one variant of each operation that it implements, unless a better one has its name.
   void add_isa(const Isa& isa, bool runs) {

@@ -17,7 +17,7 @@ constexpr int kChosen = HB_CHOSEN;
 
 // Operations that several kernels can compute; those kernels are the operation's variants.
 enum Operation {
-  PROMPT,   // attention of a prompt's queries
+  PROMPT,   // attention of a prompt's queries, and the weights of its last ones
   PARTIAL,  // attention of decoding rows
   WEIGHTS,  // moving averages of attention weights
   DIGESTS,  // scores by digests in the model's type
@@ -41,7 +41,7 @@ void set_variant_order(int operation, const Shape& shape, const std::vector<int>
 // The kernels for one shape.
 struct Kernels {
   const Isa* base;  // conversions and rotations, which have no variants
-  PromptFn prompt;
+  PromptKernels prompt;
   AttendFn attend;
   WeighFn weigh;
   const Isa* digests;  // `dots`, and the `prepare_weights` that belongs to it

@@ -134,6 +134,27 @@ inline int64_t prompt_floats(int64_t queries, int64_t head_dim) {
 }
 typedef void (*PromptFn)(const PromptBlock*);
 
+// Keys of the pages of a prompt block, and the weights that the block's queries give them. The softmax of each query
+// runs over a span of keys, of which this block has up to kPromptKeys. V and `out` are not read or written.
+struct WeighBlock {
+  PromptBlock prompt;  // `scratch`: weigh_floats, the queries packed by PromptKernels::pack
+  int64_t begin, end;  // the keys' positions in the sequence
+  float *top, *sum;  // [tokens * group] of each query: its largest product in the span, the sum of its weights
+  float*
+      weights;  // null: these keys are added to `top` and `sum`; else [end - begin]: mean weight over the tokens, and
+  // of the group's heads the largest
+};
+inline int64_t weigh_floats(int64_t queries, int64_t head_dim) {
+  return (queries + kPromptRows + kPromptKeys) * head_dim;
+}
+typedef void (*WeighPromptFn)(const WeighBlock*);
+
+struct PromptKernels {
+  PromptFn attend;
+  void (*pack)(const PromptBlock*);  // writes the queries to `scratch`, for `weigh`
+  WeighPromptFn weigh;
+};
+
 // total[i] += softmax(scale * scores)[i]; overwrites scores.
 typedef void (*SoftmaxAddFn)(float* scores, int n, float scale, float* total);
 
@@ -153,7 +174,7 @@ struct Isa {
   // base[i] = (base[i] + log2(sums[i])) * factor. n is a multiple of kScoreTile; both arrays are padded to a multiple
   // of 16. Returns false and changes nothing if a sum, padding included, is not between kLeastSum and kMostSum.
   bool (*log_sums)(float* base, const float* sums, int n, float factor);
-  PromptFn prompt;  // any type
+  PromptKernels prompt;  // any type
   // Rotates n numbers in place like kernels/codes.py: signs, then Hadamard's transform. n: a multiple of 16.
   void (*rotate)(float* x, int n);
 };
@@ -166,7 +187,7 @@ extern "C" HB_HIDDEN AttendFn hb_vnni_attend(const Shape*);  // pages in 8 bits 
 extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16. The latter also needs AMX, and a head_dim that is a multiple of
 // 32.
-extern "C" HB_HIDDEN const PromptFn hb_avx512_bf16_prompt, hb_amx_prompt;
+extern "C" HB_HIDDEN const PromptKernels hb_avx512_bf16_prompt, hb_amx_prompt;
 // For NEON CPUs: with nothing more, with DotProd, with DotProd and I8MM.
 extern "C" HB_HIDDEN const ByteKernels hb_neon_bytes, hb_neon_dotprod_bytes, hb_neon_i8mm_bytes;
-extern "C" HB_HIDDEN const PromptFn hb_neon_bf16_prompt;  // bf16 only; for NEON CPUs that have BF16
+extern "C" HB_HIDDEN const PromptKernels hb_neon_bf16_prompt;  // bf16 only; for NEON CPUs that have BF16

@@ -1,7 +1,7 @@
 // Prompts in bf16 on AMX tiles: 32 queries by 32 keys, or channels, at once. prompt.h does the rest in AVX-512.
 #include "amx.h"
 #include "pairs_avx512.h"
-#include "prompt.h"
+#include "prompt_weights.h"
 
 namespace {
 
@@ -66,4 +66,4 @@ static_assert(Tiles::ROWS <= kPromptRows && PANEL % 32 == 0, "");
 
 }  // namespace
 
-extern "C" const PromptFn hb_amx_prompt = attend_prompt<Tiles>;
+extern "C" const PromptKernels hb_amx_prompt = prompt_kernels<Tiles>();

@@ -1,5 +1,5 @@
 // Prompts in bf16 for CPUs whose AVX-512 has dot products of bf16 pairs: twice as many multiplications at once.
 #include "pairs_avx512.h"
-#include "prompt.h"
+#include "prompt_weights.h"
 
-extern "C" const PromptFn hb_avx512_bf16_prompt = attend_prompt<Pairs>;
+extern "C" const PromptKernels hb_avx512_bf16_prompt = prompt_kernels<Pairs>();

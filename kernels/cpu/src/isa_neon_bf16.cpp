@@ -19,7 +19,7 @@ INLINE void pair_rows(const char* low, const char* high, float* to, int n) {
 INLINE vf add_pairs(vf sum, vf a, vf b) { return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
 }  // namespace
 
-#include "prompt.h"
+#include "prompt_weights.h"
 
 namespace {
 
@@ -83,4 +83,4 @@ static_assert(Matrices::ROWS <= kPromptRows && PANEL % Matrices::COLUMNS == 0, "
 
 }  // namespace
 
-extern "C" const PromptFn hb_neon_bf16_prompt = attend_prompt<Matrices>;
+extern "C" const PromptKernels hb_neon_bf16_prompt = prompt_kernels<Matrices>();

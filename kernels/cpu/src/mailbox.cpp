@@ -41,6 +41,10 @@ MailServer::MailServer(Pool& pool, const hb_model& model, const hb_mailbox* boxe
     if (box.rows < 1 || box.capacity < 1) throw std::invalid_argument("a mailbox has rows and room for pages");
     if (!box.ids && !box.request)
       throw std::invalid_argument("lists that the host keeps are found by the rows' requests");
+    if (box.whole &&
+        (box.host.page_stride != box.cache.page_stride || box.host.head_stride != box.cache.head_stride ||
+         box.host.value_offset != box.cache.value_offset || box.host.token_stride != box.cache.token_stride))
+      throw std::invalid_argument("host pages must have the layout of the lists' pages");
     answered_[b] = look_at(box.asked_flag);
   }
   thread_ = std::thread([this, cpu] { loop(cpu); });
@@ -109,15 +113,20 @@ void MailServer::find_rows(const hb_mailbox& box) {
   requests_.clear();
   generations_.clear();
   counts_.clear();
+  whole_.clear();
   for (int64_t r = 0; r < box.rows; r++) {
     const int64_t request = box.request ? __atomic_load_n(box.request + r, __ATOMIC_RELAXED) : r;
     if (!box.ids && (request < 0 || request >= box.rows))
       throw std::out_of_range("row " + std::to_string(r) + " has request " + std::to_string(request));
     const int64_t generation = box.current ? __atomic_load_n(box.generation + r, __ATOMIC_RELAXED) : 0;
-    bool is_live = false;
+    bool is_live = false, is_whole = false;
     if (!box.current || __atomic_load_n(box.current + request, __ATOMIC_RELAXED) == generation) {
+      // The host writes the counts before it clears `whole`.
+      const int32_t whole = box.whole ? __atomic_load_n(box.whole + request, __ATOMIC_ACQUIRE) : 0;
+      is_whole = whole > 0;
       for (int l = 0; l < box.lists; l++) {
-        const int64_t count = read_once(box.counts + (box.ids ? r : request) * box.lists + l);
+        const int64_t count =
+            is_whole ? (l ? 0 : whole * unit) : read_once(box.counts + (box.ids ? r : request) * box.lists + l);
         const int64_t pages = (count + unit - 1) / unit;
         if (count < 0 || pages > box.capacity)
           throw std::out_of_range("row " + std::to_string(r) + " lists " + std::to_string(pages) +
@@ -134,6 +143,7 @@ void MailServer::find_rows(const hb_mailbox& box) {
     rows_.push_back(r);
     requests_.push_back(request);
     generations_.push_back(generation);
+    whole_.push_back(is_whole);
   }
 }
 
@@ -157,21 +167,29 @@ void MailServer::compute(const hb_mailbox& box) {
             requests_.data(),  generations_.data(), box.current};
   job.io.lse_by_token = true;
   job.io.zero_empty = box.layer != nullptr;
+  if (box.whole) {
+    bases_.clear();
+    for (const char is_whole : whole_) bases_.push_back(is_whole ? box.host.base : cache.base);
+    job.io.bases = bases_.data();
+  }
   job.lists.reset((int)rows_.size(), model_.kv_heads, box.capacity);
   const int64_t whole = model_.page_size;
   for (size_t row = 0; row < rows_.size(); row++) {
     const int64_t r = rows_[row];
-    job.lists.set_row((int)row, box.lists);
-    for (int l = 0; l < box.lists; l++) {
+    const int lists = whole_[row] ? 1 : box.lists;
+    const int64_t pages = whole_[row] ? box.host.pages : cache.pages;
+    job.lists.set_row((int)row, lists);
+    for (int l = 0; l < lists; l++) {
       const int64_t tokens = counts_[row * box.lists + l] * (box.ids ? whole : 1), count = (tokens + whole - 1) / whole;
       const int list = job.lists.of((int)row, l);
       ListedPage* to = job.lists.pages(list);
       for (int64_t k = 0; k < count; k++) {
-        const int64_t page =
-            box.ids ? read_once(box.ids + (r * box.lists + l) * box.capacity + k) : requests_[row] * box.capacity + k;
-        if (page < 0 || page >= cache.pages)
+        const int64_t page = whole_[row] ? read_once(box.whole_ids + requests_[row] * box.whole_stride + k)
+                             : box.ids   ? read_once(box.ids + (r * box.lists + l) * box.capacity + k)
+                                         : requests_[row] * box.capacity + k;
+        if (page < 0 || page >= pages)
           throw std::out_of_range("page id " + std::to_string(page) + " of row " + std::to_string(r) +
-                                  " is beyond the cache's " + std::to_string(cache.pages) + " pages");
+                                  " is beyond the cache's " + std::to_string(pages) + " pages");
         to[k] = {page, (int32_t)std::min(whole, tokens - k * whole)};
       }
       job.lists.count(list) = (int32_t)count;

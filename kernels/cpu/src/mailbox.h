@@ -40,9 +40,11 @@ class MailServer {
   const std::vector<hb_mailbox> boxes_;
   std::vector<uint32_t> answered_;
   Round round_;
-  // The current question: rows with pages; the request and generation of each such row; and the tokens (in a box
-  // without ids) or pages of each list.
+  // The current question: rows with pages; the request and generation of each such row; whether it attends whole host
+  // pages; and the tokens (in a box without ids) or pages of each list, of which a whole row has one.
   std::vector<int64_t> rows_, requests_, generations_, counts_;
+  std::vector<char> whole_;
+  std::vector<const char*> bases_;
   std::atomic<int64_t> served_{0};
   std::atomic<bool> stop_{false};
   std::mutex error_mutex_;

@@ -80,7 +80,7 @@ class Bench {
   // Returns the work of the variant that `kernels` holds.
   std::function<void()> task(const Kernels& kernels) {
     switch (operation_) {
-      case PROMPT: return [block = prompt(), kernels] { kernels.prompt(&block); };
+      case PROMPT: return [block = prompt(), kernels] { kernels.prompt.attend(&block); };
       case PARTIAL: return [this, kernels] { kernels.attend(&shape(), &segment_, 1, pages_.data(), count_); };
       case WEIGHTS:
         return

@@ -24,7 +24,7 @@ HB_API int hb_attend_prompt(const hb_attend_prompt_args* args) {
     const hb_attend_prompt_args& a = *args;
     const hb_model model = hb::model_of(a.kv, a.group, a.scale);
     hb::check_model(model);
-    const PromptFn attend = hb::kernels_of(model, (int)a.isa).prompt;
+    const PromptFn attend = hb::kernels_of(model, (int)a.isa).prompt.attend;
     const int64_t row = hb::row_bytes(a.kv), size = element_size(model.type), dim = a.kv.head_dim,
                   lanes = a.team.threads;
     const int64_t before = a.seq_len - a.tokens;

@@ -76,6 +76,20 @@ void Pool::push(Task& task, int wanted) {
     queue_.push_back(&task);
     publish();
   }
+  wake_idle(wanted);
+}
+
+// A task that is in the queue already stays where it is.
+void Pool::push_background(Task& task) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::find(background_.begin(), background_.end(), &task) == background_.end()) background_.push_back(&task);
+    publish();
+  }
+  wake_idle(threads());
+}
+
+void Pool::wake_idle(int wanted) {
   const int sleeping = sleeping_.load();
   if (!sleeping) return;
   int idle = threads() - sleeping;
@@ -83,27 +97,44 @@ void Pool::push(Task& task, int wanted) {
   if (wanted > idle) wake(wanted - idle);
 }
 
-void Pool::publish() { front_.store(paused_ || queue_.empty() ? nullptr : queue_.front()); }
+void Pool::publish() {
+  urgent_.store(paused_ || !queue_.empty());
+  const std::deque<Task*>& queue = queue_.empty() ? background_ : queue_;
+  front_.store(paused_ || queue.empty() ? nullptr : queue.front());
+}
 
 void Pool::unlist(Task& task) {
-  const auto at = std::find(queue_.begin(), queue_.end(), &task);
-  if (at != queue_.end()) queue_.erase(at);
+  for (std::deque<Task*>* queue : {&queue_, &background_}) {
+    const auto at = std::find(queue->begin(), queue->end(), &task);
+    if (at != queue->end()) queue->erase(at);
+  }
   publish();
 }
 
 void Pool::retire(Task& task) {
-  {
+  // A thread that was inside may have put a background task back, so the queue is searched again.
+  for (bool was_listed = true; was_listed;) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      unlist(task);
+    }
+    Backoff backoff;
+    for (int i = 0; i < threads(); i++)
+      while (lanes_[i].inside.load() == &task) backoff.pause();
     std::lock_guard<std::mutex> lock(mutex_);
-    unlist(task);
+    was_listed = is_listed(task);
   }
-  Backoff backoff;
-  for (int i = 0; i < threads(); i++)
-    while (lanes_[i].inside.load() == &task) backoff.pause();
+}
+
+bool Pool::is_listed(const Task& task) const {
+  for (const std::deque<Task*>* queue : {&queue_, &background_})
+    if (std::find(queue->begin(), queue->end(), &task) != queue->end()) return true;
+  return false;
 }
 
 bool Pool::is_idle(Task& task) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (std::find(queue_.begin(), queue_.end(), &task) != queue_.end()) return false;
+  if (is_listed(task)) return false;
   for (int i = 0; i < threads(); i++)
     if (lanes_[i].inside.load() == &task) return false;
   return true;
@@ -136,10 +167,10 @@ void Pool::loop(int lane, int cpu) {
   std::atomic<Task*>& inside = lanes_[lane].inside;
   while (Task* task = enter(inside)) {
     task->work(lane);
-    // Nothing is left to claim, so no other thread needs this task. retire() waits until this thread has left it.
+    // If nothing is left to claim, no other thread needs this task. retire() waits until this thread has left it.
     if (front_.load() == task) {
       std::lock_guard<std::mutex> lock(mutex_);
-      unlist(*task);
+      if (task->is_claimed()) unlist(*task);
     }
     inside.store(nullptr);
   }

@@ -18,8 +18,10 @@ namespace hb {
 class Task {
  public:
   virtual ~Task() = default;
-  // Works until nothing is left to claim. Must not throw.
+  // Works until nothing is left to claim; in the background, or until the pool has urgent work. Must not throw.
   virtual void work(int lane) = 0;
+  // True if nothing is left to claim after a thread has worked, so that the pool drops the task from its queue.
+  virtual bool is_claimed() { return true; }
 };
 
 // A thread takes and leaves a task without a lock: it writes the task that it works on to a cache line of its own.
@@ -31,6 +33,10 @@ class Pool {
 
   // Queues the task and wakes threads until `wanted` threads are awake without work.
   void push(Task& task, int wanted);
+  // Queues a task that threads work on while no other task is queued.
+  void push_background(Task& task);
+  // True if a thread should leave a background task, as soon as it can.
+  bool has_urgent() const { return urgent_.load(std::memory_order_relaxed) || stop_.load(std::memory_order_relaxed); }
   // Takes the task from the queue and waits until no worker is inside it.
   void retire(Task& task);
   bool is_idle(Task& task);
@@ -53,18 +59,21 @@ class Pool {
   Task* enter(std::atomic<Task*>& inside);  // returns null when the pool ends
   void sleep();
   void wake(int threads);
+  void wake_idle(int wanted);  // wakes threads until `wanted` are awake without work
   void unlist(Task& task);
+  bool is_listed(const Task& task) const;
   void publish();  // to call under the lock, whenever the queue or the pause changed
 
   const int isa_;
   const int64_t spin_;
   std::mutex mutex_;
-  std::deque<Task*> queue_;
+  std::deque<Task*> queue_, background_;
   std::vector<std::unique_ptr<PartialTask>> spares_;
   bool paused_ = false;
-  // The queue's first task, or null without one or in a pause. Threads without work poll it, so it has a cache line of
-  // its own.
+  // The first task of the queue, else of the background; null without one or in a pause. Threads without work poll it,
+  // so it has a cache line of its own.
   alignas(64) std::atomic<Task*> front_{nullptr};
+  std::atomic<bool> urgent_{false};  // a task is queued that is not in the background, or a pause
   std::atomic<bool> stop_{false};
   alignas(64) std::atomic<uint32_t> wakes_{0};  // the futex on which threads sleep
   std::atomic<int> sleeping_{0};

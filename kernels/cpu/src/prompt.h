@@ -143,7 +143,7 @@ INLINE TokenRows token_rows(const PromptBlock& b, int64_t at, float (*rooms)[kMa
 }
 
 // K and V of the keys begin..begin + KEYS of the sequence, in cells: k[panel][cells][PANEL], v[KEYS / DEPTH][head_dim].
-// Keys outside of from..to are not read; their cells are zero.
+// Keys outside of from..to are not read; their cells are zero. Without `v`, V is not read.
 template <class Unit>
 void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t from, int64_t to) {
   constexpr int MANY = PANEL < 16 ? PANEL : 16;  // at once
@@ -167,7 +167,7 @@ void pack_keys(const PromptBlock& b, float* k, float* v, int64_t begin, int64_t 
 #endif
     for (; c < cells; c++)
       for (int i = 0; i < MANY; i++) columns[c * PANEL + i] = keys[i][c];
-    for (int i = 0; i < MANY; i += Unit::DEPTH) {
+    for (int i = 0; v && i < MANY; i += Unit::DEPTH) {
       float* to_row = v + (t + i) / Unit::DEPTH * dim;
       if constexpr (Unit::DEPTH == 1) vector_widen(rows[i].is_wide ? FP32 : b.type, rows[i].value, to_row, dim);
 #ifdef HAVE_PAIRS

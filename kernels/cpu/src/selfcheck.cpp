@@ -88,7 +88,7 @@ std::vector<float> prompt_outputs(int isa, int dim, int group) {
                           nullptr,
                           grown_lines(scratch, prompt_floats((int64_t)kTokens * group, dim))};
   const Kernels kernels = kernels_for(isa, shape);
-  kernels.prompt(&block);
+  kernels.prompt.attend(&block);
   kernels.base->widen(BF16, out.data(), result.data(), (int)result.size());
   return result;
 }

@@ -5,7 +5,7 @@
 #include "vector_convert.h"
 #include "code_query.h"
 #include "nibble_tables.h"
-#include "prompt.h"
+#include "prompt_weights.h"
 
 namespace {
 
@@ -22,7 +22,7 @@ constexpr Isa vector_isa(const char* name) {
           vector_weigh,
           {nibble_table_bytes, nibble_tables, nibble_steps, vector_code_sums},
           vector_log_sums,
-          attend_prompt<Singles>,
+          prompt_kernels<Singles>(),
           rotate};
 }
 

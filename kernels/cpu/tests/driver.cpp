@@ -40,6 +40,7 @@ int main(int argc, char** argv) {
       {"variants", test_variants},
       {"operations", [rounds] { test_operations(std::min(rounds, 12)); }},
       {"pool", spinning(test_pool)},
+      {"judging", spinning(test_judging)},
       {"decode", spinning(test_decode)},
       {"mailbox", spinning(test_mailbox)},
       {"questions", spinning(test_questions)},

@@ -181,7 +181,7 @@ void check_prompt(Rng& rng, int type, int dim, int group, int tokens, int before
                                          part,
                                          has_sinks ? sinks.data() : nullptr,
                                          hb::grown_lines(scratch, prompt_floats((int64_t)tokens * group, dim))};
-                 kernels.prompt(&block);
+                 kernels.prompt.attend(&block);
                  generic().widen(type, out.data(), found.data(), (int)found.size());
                  EXPECT(near(found.data(), expected,
                              type == FP32   ? 1e-5

@@ -66,7 +66,7 @@ FAST_CPU = Path(sys.argv[1]) / "fast-cpu.json"
 APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": str(FAST_CPU)}}
 FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the first is done
 LONGER = 8  # tokens of sparse answers, and of those of requests that park
-WAITING = ("hgca.caches",)  # for the workers, before a step: a context cache is full, or its judging is not done
+WAITING = ("hgca.caches",)  # for the device, before a step in which a page leaves a ring
 # Tiny models of tests/engines/vllm/families.py, and how many of their layers have full attention.
 FULL_LAYERS = {"gemma3": 2, "gpt_oss": 2, "lfm2": 3}
 FAMILIES = {name + graphs: full for name, full in FULL_LAYERS.items() for graphs in ("", ".full")}

@@ -216,14 +216,16 @@ def test_shapes_without_a_kernel_are_refused(layers: list[Tensor]) -> None:
 
 def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[Tensor], current: Tensor) -> None:
     """Tokens of each KV head in the part of the layer that the request owns, whatever row it has and whatever the host
-    changes between steps; beside a layer whose lists the device writes. Nothing for a request that is gone."""
+    changes between steps; or whole pages of other memory, where the host says so. Beside a layer whose lists the device
+    writes. Nothing for a request that is gone."""
     chance, each = random.Random(3), PAGES // ROWS
-    tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
+    tokens, whole = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+    host, whole_pages = layers[1][: PAGES // 2].clone(), torch.zeros(ROWS, each, dtype=torch.int32)
     with (
         cpu.Pool(2) as pool,
         cpu.Mailboxes(
             pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
-            current=current, kept_tokens={0: tokens},
+            current=current, host_lists={0: cpu.HostLists(tokens, whole, whole_pages, host)},
         ) as mail,
     ):  # fmt: skip
         found = mail.layers[0]
@@ -233,6 +235,9 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
             mail.generations.copy_(current[requests])
             for of_a_head in tokens.view(-1):
                 of_a_head.fill_(chance.choice([0, 1, PAGE, chance.randrange(each * PAGE + 1)]))
+            for of_a_request in whole:
+                of_a_request.fill_(chance.choice([0, 0, 1, each]))
+            whole_pages.copy_(torch.tensor([chance.sample(range(len(host)), each) for _ in range(ROWS)]))
             current[requests[0]] += step % 3 == 0  # released after the device wrote its generation
             other = write(mail, 1, step)
             found.q.copy_(other[0])
@@ -240,27 +245,38 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
             ask(mail, 1, step)
             assert answer(mail, 0, step) and answer(mail, 1, step)
             listed = tokens[requests].long()
+            listed[whole[requests] > 0] = 0
             listed[0] *= step % 3 != 0
             valid = (listed[..., None] - PAGE * torch.arange(each)).clamp(0, PAGE)
             ids = (torch.tensor(requests)[:, None, None] * each + torch.arange(each)).masked_fill(valid == 0, -1)
             out, lse = reference.paged_attention(found.q, layers[0], ids, valid, SCALE)
+            counts = whole[requests, None, None] * torch.tensor([step % 3 != 0, *[True] * (ROWS - 1)])[:, None, None]
+            valid = torch.where(torch.arange(each) < counts, PAGE, 0)
+            ids = whole_pages[requests, None].long().masked_fill(valid == 0, -1)
+            whole_out, whole_lse = reference.paged_attention(found.q, host, ids, valid, SCALE)
+            out, lse = out.where(whole_lse[..., None] == -torch.inf, whole_out), lse.maximum(whole_lse)
             assert relative_error(taken(found), out) < 1e-2
             assert torch.allclose(found.lse.double(), lse, atol=1e-3, rtol=0)
             if step % 3:
                 assert_right(mail, layers, 1, other)
+        whole.zero_()
         tokens[1, 1] = each * PAGE + 1
         ask(mail, 0, 60)
         assert answer(mail, 0, 60) and "room for 16" in str(mail.failure(60))
-        mail.requests[2] = ROWS
         tokens.zero_()
-        ask(mail, 0, 61)
-        assert answer(mail, 0, 61) and f"request {ROWS}" in str(mail.failure(61))
+        whole[1], whole_pages[1, 0] = 1, len(host)
+        ask(mail, 0, 62)
+        assert answer(mail, 0, 62) and f"beyond the cache's {len(host)} pages" in str(mail.failure(62))
+        mail.requests[2] = ROWS
+        ask(mail, 0, 63)
+        assert answer(mail, 0, 63) and f"request {ROWS}" in str(mail.failure(63))
 
 
 def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) -> None:
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="requests"):
         tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
-        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, kept_tokens={0: tokens})
+        kept = cpu.HostLists(tokens, tokens[:, 0].clone(), tokens.clone(), layers[0])
+        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, host_lists={0: kept})
 
 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_backend.errors import DeadlineError, WorkerError
+from hybrid_backend.kernels.operations import Judgement
 from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.workers import NativePool
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec, watch
+from tests.support.judged import hold_judgements, judge_at_once, replace_judge
 
 RING = 4
 WINDOW = RING * PAGE
@@ -15,7 +18,9 @@ WINDOW = RING * PAGE
 
 def engine(layers: int = 2, seed: int = 0, **keys: object) -> Engine:
     hgca = {"window_tokens": WINDOW, "alpha": 0.25, **keys.pop("hgca", {})}  # type: ignore[dict-item]
-    return Engine(config(method="hgca", hgca=hgca, **keys), spec(layers=layers), seed=seed, is_witnessed=True)
+    running = Engine(config(method="hgca", hgca=hgca, **keys), spec(layers=layers), seed=seed, is_witnessed=True)
+    judge_at_once(running.runtime.workers)
+    return running
 
 
 def hgca(running: Engine) -> Hgca:
@@ -225,3 +230,130 @@ def test_hgca_keeps_its_window_where_more_pages_are_recent_than_it_holds(kernel:
     running = Engine(config(**keys), spec())
     running.admit("a", 12 * PAGE)
     running.step({"a": 1})
+
+
+# --- while the workers judge ---
+
+PROMPT = 10 * PAGE + 5
+
+
+def engine_of(kernel: str, **keys: object) -> Engine:
+    workers = {"threads": 2, "kernel": kernel, "deadline_seconds": 20}
+    hgca = {"window_tokens": WINDOW, "alpha": 0.25}
+    return Engine(config(method="hgca", hgca=hgca, workers=workers, **keys), spec(2), is_witnessed=True)
+
+
+@pytest.mark.parametrize("device_kernels", ["auto", "triton"])
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_a_request_attends_everything_until_it_is_judged_and_its_lists_afterwards(
+    kernel: str, device_kernels: str
+) -> None:
+    """Beside a request that has been judged before. Every step is exact before, and leaves tokens out afterwards."""
+    if device_kernels == "triton":
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+        if kernel == "torch":
+            pytest.skip("mailboxes need native workers")
+    running = engine_of(kernel, device_kernels=device_kernels)
+    held = hold_judgements(running.runtime.workers)
+    witness, cache = running.witness, running.runtime.tiers.cache
+    assert witness is not None
+    running.admit("old", PROMPT)
+    running.step({"old": 1})
+    held[0].release()
+    running.step({"old": 1}, tolerance=None)
+    assert any(kept(running, "old"))
+    running.admit("a", PROMPT)
+    for _ in range(PAGE + 3):  # a page leaves the window meanwhile
+        outs = running.step({"a": 1, "old": 1}, tolerance=None)
+        assert witness.of(0, running.ran, 0).is_everything and not witness.of(0, running.ran, 1).is_everything
+        assert set(outs) == {"a", "old"} and cache.whole[index(running)] > 0
+        assert kept(running) == [set(), set()]
+    held[1].release()
+    running.step({"a": 1, "old": 1}, tolerance=None)
+    assert not witness.of(0, running.ran, 0).is_everything and not cache.whole.any()
+    assert any(kept(running))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "steps"), [("native", 1), ("torch", 2), ("native", 2 * PAGE + 3), ("native", 5 * PAGE)]
+)
+def test_a_late_judgement_ends_in_the_lists_and_averages_of_one_at_once(kernel: str, steps: int) -> None:
+    """Whatever left the window meanwhile, its prompt tokens and later ones; the rings agree to rounding."""
+    engines = [engine_of(kernel), engine_of(kernel)]
+    judge_at_once(engines[0].runtime.workers)
+    held = hold_judgements(engines[1].runtime.workers)
+    for running in engines:
+        running.admit("a", PROMPT, chunk=50)
+        for _ in range(steps):
+            running.step({"a": 1}, tolerance=None)
+    held[0].release()
+    for running in engines:
+        running.decode("a", steps=PAGE + 2, tolerance=None)
+    for layer in range(2):
+        assert kept(engines[0], layer=layer) == kept(engines[1], layer=layer)
+        stores = [running.runtime.tiers.cache.own_pages(layer, index(running)) for running in engines]
+        assert torch.equal(*stores)
+    torch.testing.assert_close(*(averages(running) for running in engines), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("end", ["aborted", "preempted", "prompt again"])
+def test_a_request_that_goes_leaves_no_job_and_no_copy(kernel: str, end: str) -> None:
+    running = engine_of(kernel)
+    held, method, cache = hold_judgements(running.runtime.workers), hgca(running), running.runtime.tiers.cache
+    running.admit("a", PROMPT)
+    running.step({"a": 1})
+    request = index(running)
+    if end == "aborted":
+        running.drop("a")
+    elif end == "preempted":
+        running.preempt("a")
+    else:
+        running.step({"a": 20})  # The engine goes on with a prompt, as after a failed step.
+    assert held[0].is_abandoned and not method._unjudged and not method._running
+    with pytest.raises(WorkerError, match="the judging of request a was given up"):
+        held[0].judging.poll(1)
+    assert cache.nbytes == 0 and not cache.whole.any() and not cache._additions
+    assert not any(bool(cache.own_pages(layer, request).any()) for layer in range(2))
+    if end == "aborted":
+        running.admit("a", PROMPT)  # takes the index of the request that went
+    else:
+        running.prefill("a")
+    running.step({"a": 1})
+    held[1].release()
+    running.step({"a": 1}, tolerance=None)
+    assert any(kept(running)) and index(running) == request
+
+
+def test_workers_that_die_while_they_judge_fail_the_step_and_say_so() -> None:
+    running = engine_of("native")
+    held = hold_judgements(running.runtime.workers)
+    running.admit("a", PROMPT)
+    running.step({"a": 1})
+
+    def fail(deadline: float) -> Judgement | None:
+        raise DeadlineError("CPU workers did nothing for the judging of request a")
+
+    held[0].poll = fail  # type: ignore[method-assign]
+    step, _ = running._begin({"a": 1})
+    failure = running.runtime.failure(step)
+    assert failure is not None and failure.request_ids == ["a"]
+    assert "the judging of request a" in str(failure.error)
+
+
+def test_a_prompt_that_cannot_be_submitted_fails_the_step() -> None:
+    running = engine_of("native")
+
+    def refuse(prompt: object, what: str) -> object:
+        raise WorkerError("the pool of native CPU workers is closed")
+
+    replace_judge(running.runtime.workers, refuse)
+    running.admit("a", PROMPT)
+    step, _ = running._begin({"a": 1})
+    failure = running.runtime.failure(step)
+    assert failure is not None and "closed" in str(failure.error)
+    again, _ = running._begin({"a": 1})
+    assert running.runtime.failure(again) is not None, "a step that is tried again fails too"
+    running.runtime.release(["a"])
+    cache = running.runtime.tiers.cache
+    assert not hgca(running)._unjudged and cache.nbytes == 0 and not cache.whole.any()
