@@ -280,7 +280,7 @@ class HybridRuntime:
             "hybrid_digest_bytes": tiers.digests.nbytes if tiers.digests else 0,
             "hybrid_frame_bytes": tiers.frames.nbytes,
             "hybrid_device_bytes": tiers.device_bytes + executor.device_bytes + self.method.device_bytes,
-            "hybrid_context_cache_bytes": executor.host_bytes + tiers.cache.nbytes,
+            "hybrid_context_cache_bytes": executor.host_bytes + tiers.cache.nbytes + tiers.cache.whole_bytes,
             "hybrid_persistent_heads": tiers.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
             **self._settings(),

@@ -75,6 +75,11 @@ class ContextCache:
             for layer, store in self.stores.items()
         )
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the page lists of requests that attend their older pages whole; allocated at start."""
+        return self.whole.nbytes + self.whole_pages.nbytes if self.stores else 0
+
     def attend_whole(self, request: int, pages: int, reserved_tokens: int) -> None:
         """Let a request attend its older pages in the host pool, all tokens of them, until `take` gives it lists.
 

@@ -111,6 +111,11 @@ class Engine:
         _, kv_heads, head_dim, _ = self.model.shape(layer)
         return KvFormat(kv_heads, self.cfg.page_size, head_dim, self.model.kv_dtype or self.model.dtype)
 
+    def _stored(self, layer: int, x: Tensor) -> Tensor:
+        """New keys or values as pages hold them: in the model's type, or decoded in fp32."""
+        kv = self._format(layer)
+        return kv.stored(x.float() if kv.is_int8 else x)
+
     def _random(self, layer: int, count: int, *inner: int) -> Tensor:
         """Random keys or values of a layer, ``[count, kv_heads, *inner, head_dim]``."""
         _, kv_heads, head_dim, _ = self.model.shape(layer)
@@ -173,7 +178,7 @@ class Engine:
         for layer in range(model.num_layers):
             kv, where = self._random(layer, tokens, 2), torch.arange(tokens)
             self._format(layer).write(self.kv[layer], pages[where // size], where % size, kv[:, :, 0], kv[:, :, 1])
-            request.kv[layer] = list(self._format(layer).stored(kv))
+            request.kv[layer] = list(self._stored(layer, kv))
         self.runtime.imported(pages)
         request.tokens = tokens
         return request
@@ -226,9 +231,10 @@ class Engine:
                 sequence = self.sequences[name]
                 if sequence.donor is not None:
                     sequence.kv[layer] = sequence.donor.kv[layer][: sequence.tokens]
-                stored = self._format(layer).stored(kv[mine])
+                stored = self._stored(layer, kv[mine])
                 is_decoding = step.decode is not None and name in step.decode.request_ids
-                sequence.kv[layer] = sequence.kv[layer] + list(stored if is_decoding else kv[mine])
+                new = stored if is_decoding else kv[mine].to(stored)
+                sequence.kv[layer] = sequence.kv[layer] + list(new)
                 outs[name] = out[mine]
                 assert not out[mine].isnan().any(), f"{name}: layer {layer} left output unwritten"
                 if tolerance is not None:

@@ -156,14 +156,13 @@ class CheckedEngine(Engine):
             oracle = self._oracle(name, layer)
             if name not in decoding:
                 oracle.forget_selections()
-            oracle.append(*(self._stored(layer, x[spans[name]]) for x in (k, v)))
+            oracle.append(*(self._digested(self._stored(layer, x[spans[name]])) for x in (k, v)))
         for r, name in enumerate(decoding):
             self._check_row(name, r, layer, step, q[spans[name]][0], out[spans[name]][0])
 
-    def _stored(self, layer: int, x: Tensor) -> Tensor:
-        """New keys or values as pages hold them: decoded exactly for codes, for other digests in the model's type."""
-        is_coded = self.model.kv_dtype is not None and self.settings.digest is CODES
-        return self._format(layer).stored(x.float() if is_coded else x)
+    def _digested(self, x: Tensor) -> Tensor:
+        """Stored keys or values as digests are made of them: in the model's type, but for codes."""
+        return x if self.settings.digest is CODES else x.to(self.model.dtype)
 
     def _oracle(self, name: str, layer: int) -> InPlaceOracle:
         if (name, layer) not in self.oracles:
@@ -173,7 +172,7 @@ class CheckedEngine(Engine):
                 keys, values = self.oracles[request.donor.name, layer].written
                 oracle.append(keys[: request.tokens], values[: request.tokens])
             elif request.tokens:
-                oracle.append(*self._stored(layer, torch.stack(request.kv[layer])).unbind(2))
+                oracle.append(*self._digested(torch.stack(request.kv[layer])).unbind(2))
             self.oracles[name, layer] = oracle
         return self.oracles[name, layer]
 

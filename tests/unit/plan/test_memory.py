@@ -17,6 +17,7 @@ from hybrid_backend.memory_plan.footprint import MemoryRoom, MethodMemory, Stock
 from hybrid_backend.methods import method_names
 from hybrid_backend.model import ModelShape, spec_of
 from tests.support.harness import PAGE, Engine, config
+from tests.support.judged import judge_at_once
 
 PAGES, REQUESTS = 48, 3
 SHAPE = ModelShape(
@@ -140,6 +141,7 @@ def test_context_caches_never_outgrow_the_plan(requests: int) -> None:
     """With beta near 0 every token between sinks and window is kept: one request then takes exactly what it must."""
     cfg = config(method="hgca", hgca={"window_tokens": 2 * PAGE, "beta": 1e-6})
     engine = Engine(cfg, spec_of(SHAPE), num_pages=128, max_requests=2)
+    judge_at_once(engine.runtime.workers)
     memory, tokens = planned(SHAPE, cfg), 20 * PAGE
     for name in ("a", "b")[:requests]:
         engine.add(name, tokens)
