@@ -37,8 +37,10 @@ from hybrid_backend.kernels.contract.buffers import (
     Maps,
     Sample,
     Selection,
+    StreamPlan,
     check_one_query,
 )
+from hybrid_backend.kernels.contract.heads import HeadOperations
 from hybrid_backend.kernels.contract.judging import Judgement, JudgingOperations, LayerToJudge, PromptToJudge
 from hybrid_backend.kernels.contract.residency import ResidencyOperations
 from hybrid_backend.kernels.contract.selection import SelectionOperations
@@ -57,9 +59,12 @@ __all__ = [
     "PromptToJudge",
     "Sample",
     "Selection",
+    "StreamPlan",
     "check_one_query",
 ]
 
 
-class Operations(TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, Protocol):
+class Operations(
+    TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, HeadOperations, Protocol
+):
     """All operations of a module that implements the contract."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,21 @@ from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.side_stream import side_stream
+
+class PageLists(NamedTuple):
+    """Lists of pages in one store that a layer attends (`Operations.paged_partial`)."""
+
+    kv: Callable[[], Tensor]
+    """Function that returns the store; it is called when the earlier stores of a result have been attended."""
+    ids: Tensor | None
+    """``[rows, 1 | lists, n]`` int32 pages of the store; None: all pages in their order."""
+    tokens: Tensor
+    """``[rows, lists]`` int32 tokens of each list."""
+    limit: int
+    """Largest number of pages in a list."""
+    begins: Tensor | None = None
+    """``[rows, lists]`` int32 tokens at the beginning of each list that are left out; None: 0."""
+
 
 Partials = tuple[Tensor, Tensor]
 """``(out, lse)`` of attention over some keys: ``[rows, heads, parts, head_dim]`` and ``[rows, heads, parts]``.
@@ -198,9 +216,30 @@ class Toolbox:
         """
         if host_tokens is not None and self._tiers.decode is not None and not self.is_captured:
             return self._tiers.decode.attend(q, kv, ids, host_tokens)
-        limit = ids.shape[2] if limit is None else limit
-        num_parts = self._ops.parts_for(q.shape[0], kv.shape[1], limit * self._config.page_size, self._processors)
+        num_parts = self._num_parts(q, ids.shape[2] if limit is None else limit)
         return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, num_parts)
+
+    def attend_stores(self, q: Tensor, stores: Sequence[PageLists]) -> Partials:
+        """Attend lists of pages in several stores; the partials of all stores are the parts of one result.
+
+        A merge of this result is one launch, whereas each store's own partials would need a launch more.
+        """
+        rows, heads, dim = q.shape
+        parts = [self._num_parts(q, store.limit) for store in stores]
+        out = q.new_empty(rows, heads, sum(parts), dim, dtype=torch.float32)
+        lse, first = q.new_empty(rows, heads, sum(parts), dtype=torch.float32), 0
+        for store, num_parts in zip(stores, parts, strict=True):
+            into = out[:, :, first : first + num_parts], lse[:, :, first : first + num_parts]
+            self._ops.paged_partial(
+                q, store.kv(), store.ids, store.tokens, self._model.scale, num_parts, begins=store.begins, into=into
+            )
+            first += num_parts
+        return out, lse
+
+    def _num_parts(self, q: Tensor, limit: int) -> int:
+        """Return the parts of a list of up to ``limit`` pages. Each row of ``q`` has all heads or those of a KV head."""
+        lists = q.shape[0] * q.shape[1] * self._model.num_kv_heads // self._model.num_heads
+        return self._ops.parts_for(lists, 1, limit * self._config.page_size, self._processors)
 
     def merge(self, layer: int, partials: Partials, extra: Partials | None, dtype: torch.dtype) -> Tensor:
         """Merge the partials of a layer, and the model's attention sinks, to ``[rows, heads, head_dim]``.

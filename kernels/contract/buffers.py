@@ -119,6 +119,30 @@ class Selection(NamedTuple):
     """Length of `missing` and of `absent`."""
 
 
+class StreamPlan(NamedTuple):
+    """Pages of KV heads that pass through staging buffers in one step, and the tokens that are attended elsewhere.
+
+    Tokens count from the beginning of a list of pages. The pieces of all groups of heads follow each other.
+    """
+
+    pages: Tensor
+    """``[pieces, capacity]`` int32: head pages of the host pool."""
+    places: Tensor
+    """``[pieces, capacity]`` int32: place in the buffer of each of `pages`; -1: nothing is copied."""
+    begins: Tensor
+    """``[pieces, rows, kv_heads]`` int32: first token of each list in the buffer."""
+    ends: Tensor
+    """``[pieces, rows, kv_heads]`` int32: end of each list in the buffer; `begins`: the list is not in the piece."""
+    rest_begins: Tensor
+    """``[rows, kv_heads]`` int32: first token of the sequence that is attended in the host pool."""
+    rest_ends: Tensor
+    """``[rows, kv_heads]`` int32: end of these tokens; `rest_begins`: there are none."""
+    resident: Tensor
+    """``[rows, kv_heads]`` int32: tokens of resident heads; 0 for other heads."""
+    framed: Tensor
+    """``[rows, kv_heads]`` int32: tokens in frames that are attended; 0 for resident heads and without frames."""
+
+
 class Sample(NamedTuple):
     """Inputs of a layer in a step that samples it, for the host: in pinned memory where there is a GPU.
 
