@@ -98,13 +98,13 @@ class HeadInfer(Method):
 
     @classmethod
     def exact_tokens(cls, config: HybridConfig) -> float:
-        return sum(_edges(config)) * config.page_size if config.headinfer.window_heads else math.inf
+        return sum(_edges(config)) * config.page_size if _has_windows(config) else math.inf
 
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """Return buffers that hold all heads of the longest context whose heads are one group."""
         tokens = staging_tokens(config, config.headinfer.group_thresholds[0])
-        frames = sum(_edges(config)) if config.headinfer.window_heads else 0
+        frames = sum(_edges(config)) if _has_windows(config) else 0
         return TierLayout(separate=True, staging_tokens=tokens, frames_per_request=frames)
 
     @classmethod
@@ -129,7 +129,7 @@ class HeadInfer(Method):
         for layer in self._layers:
             of_layer = resident.get(layer, ()), windowed.get(layer, ())
             self._heads[layer] = kinds.setdefault(of_layer, _Heads(*of_layer, kv_heads, tiers.device))
-        self._has_frames = bool(config.headinfer.window_heads)
+        self._has_frames = _has_windows(config)
         self._first, self._last = _edges(config) if self._has_frames else (0, 1)  # Pages that no head streams.
         self._frame_ids = _frame_ids(config, tiers.frames.requests, tiers.device)
         self._plans: dict[_Heads, _Plan] = {}  # Plans of the open step.
@@ -277,6 +277,11 @@ class HeadInfer(Method):
         return plan
 
 
+def _has_windows(config: HybridConfig) -> bool:
+    """Tell whether there are heads with a window; with ``sparse: never`` the named heads attend everything."""
+    return bool(config.headinfer.window_heads) and config.sparse != "never"
+
+
 def _edges(config: HybridConfig) -> tuple[int, int]:
     """Return the first and the last pages of a sequence that lie in frames if there are heads with a window."""
     return config.sinks, -(-config.headinfer.window_tokens // config.page_size) + 1  # The last page may hold one token.
@@ -284,7 +289,7 @@ def _edges(config: HybridConfig) -> tuple[int, int]:
 
 def _frame_ids(config: HybridConfig, requests: int, device: torch.device) -> Tensor:
     """Return a buffer ``[requests, 1, frames]`` int32 for the frames of each row's sinks and window."""
-    frames = sum(_edges(config)) if config.headinfer.window_heads else 0
+    frames = sum(_edges(config)) if _has_windows(config) else 0
     return torch.zeros(requests, 1, frames, dtype=torch.int32, device=device)
 
 
@@ -314,4 +319,5 @@ def _window_heads(config: HybridConfig, layers: int, kv_heads: int) -> dict[int,
         raise ConfigError(
             f"headinfer.window_heads: {twice[0]} is also in headinfer.resident_heads; remove it from one of them"
         )
-    return by_layer(named_heads("headinfer.window_heads", keys.window_heads, layers, kv_heads))
+    named = named_heads("headinfer.window_heads", keys.window_heads, layers, kv_heads)
+    return by_layer(named) if _has_windows(config) else {}
