@@ -35,6 +35,7 @@ from hybrid_backend.kernels.contract.buffers import (
     Copies,
     Counters,
     Maps,
+    RowStates,
     Sample,
     Selection,
     StreamPlan,
@@ -56,15 +57,4 @@ __all__ = [
     "LayerToJudge",
     "Maps",
     "Operations",
-    "PromptToJudge",
-    "Sample",
-    "Selection",
-    "StreamPlan",
-    "check_one_query",
-]
-
-
-class Operations(
-    TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, HeadOperations, Protocol
-):
-    """All operations of a module that implements the contract."""
+    "RowStates",

@@ -259,7 +259,7 @@ class StepDriver:
         inputs, buffers = self.buffers.inputs_of(q.shape[0]), self.buffers.layers[layer]
         # The lookahead reads the digests that `append_tokens` changes.
         self._await_lookahead(layer)
-        pages = inputs.pages if self.waiting is None else self.waiting.stored(inputs.pages)
+        pages = inputs.pages if self.waiting is None else self.waiting.stored(len(q))
         self._tiers.operations.append_tokens(
             k, v, buffers.host, pages, inputs.positions, buffers.frames, inputs.requests, buffers.frame_of,
             buffers.digests,

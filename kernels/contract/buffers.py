@@ -143,6 +143,42 @@ class StreamPlan(NamedTuple):
     """``[rows, kv_heads]`` int32: tokens in frames that are attended; 0 for resident heads and without frames."""
 
 
+class RowStates(NamedTuple):
+    """Decode rows whose whole attention the CPU may compute, over one or several steps.
+
+    Such a row asks the CPU in each layer. It waits in the layer, or it parks: later layers compute nothing valid for
+    it, until a step reaches the same layer with the answer. All tensors are ``[rows]`` int32 on the device tier.
+    """
+
+    on_cpu: Tensor
+    """1: the CPU attends the row."""
+    parks: Tensor
+    """1: the row parks when it asks."""
+    parked: Tensor
+    """Layer in which the row waits for an answer; `NOWHERE`; `FAILED`."""
+    live: Tensor
+    """1: what the layers compute for the row is valid."""
+    asks: Tensor
+    """1: the CPU attends the row, and the row is live."""
+    stored: Tensor
+    """Host page of the row's new token; -1 if the row is not live or is padding."""
+    whole: Tensor
+    """Whole pages that the CPU attends."""
+    tail: Tensor
+    """Tokens of the growing page, which the device attends in the host pool."""
+    growing: Tensor
+    """`tail` if the layer has taken the row's answer, else 0."""
+    device_tokens: Tensor
+    """Tokens of a row that the device attends in frames."""
+
+    NOWHERE = -1  # a place that is no layer: the row is not parked
+    FAILED = -2  # a place that is no layer: the CPU could not answer, so the row stays where it is
+
+    def first(self, rows: int) -> RowStates:
+        """Return the states of the first ``rows`` rows."""
+        return RowStates(*(tensor[:rows] for tensor in self))
+
+
 class Sample(NamedTuple):
     """Inputs of a layer in a step that samples it, for the host: in pinned memory where there is a GPU.
 
