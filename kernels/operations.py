@@ -31,6 +31,8 @@ from typing import Protocol
 from hybrid_backend.kernels.contract.attention import AttentionOperations
 from hybrid_backend.kernels.contract.buffers import (
     AGGREGATES,
+    FAILED,
+    NOWHERE,
     SIMILARITIES,
     Copies,
     Counters,
@@ -49,6 +51,8 @@ from hybrid_backend.kernels.contract.tokens import TokenOperations
 
 __all__ = [
     "AGGREGATES",
+    "FAILED",
+    "NOWHERE",
     "SIMILARITIES",
     "Copies",
     "Counters",

@@ -7,9 +7,10 @@ chunk by chunk.
 
 Optional (``headinfer.resident_heads``): heads whose KV also stays on the device, for each page of the host pool.
 
-Optional (``headinfer.window_heads``, the paper's appendix D): heads that need no more than the first and the last tokens
-of a sequence. These pages of a running request lie in frames, so that no byte of such a head crosses the bus in a decode
-step. All heads have these frames, so that heads that stream need only the pages in between. Prompts are attended whole.
+Optional (``headinfer.window_heads``, the paper's appendix D): heads that need no more than the first and the last
+tokens of a sequence. These pages of a running request lie in frames, so that no byte of such a head crosses the bus in
+a decode step. All heads have these frames, and heads that stream need only the pages in between. Prompts are attended
+whole.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from hybrid_backend.tiers.stream import HeadStream
 
 _PIECES = 6
-"""Pieces of a layer in a captured graph, of all groups of heads together, so that no layer has more than 20 launches.
-Later pages are attended in the host pool, which a GPU reads over the bus; the same bytes cross in pieces and in place."""
+"""Pieces of a layer in a captured graph, of all groups of heads together; so no layer has more than 20 launches. Later
+pages are attended in the host pool, which a GPU reads over the bus: as many bytes as in pieces."""
 
 
 class _Heads:
@@ -180,9 +181,7 @@ class HeadInfer(Method):
         middle = (rows.num_pages - self._first - self._last).clamp(min=0)
         tokens, pages, middle_pages = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), int(middle.sum())
         for layer, heads in self._heads.items():
-            streamed, windowed, resident = (
-                len(x) / kv_heads for x in (heads.streamed, heads.windowed, heads.resident)
-            )
+            streamed, windowed, resident = (len(x) / kv_heads for x in (heads.streamed, heads.windowed, heads.resident))
             held = pages - middle_pages if self._has_frames else 0
             on_device = resident * pages + (streamed + windowed) * held
             attended = tokens - windowed * middle_pages * page

@@ -17,6 +17,7 @@ from hybrid_backend.step.cpu_attention import CpuAttention
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.side_stream import side_stream
 
+
 class PageLists(NamedTuple):
     """Lists of pages in one store that a layer attends (`Operations.paged_partial`)."""
 
@@ -109,7 +110,7 @@ class Toolbox:
         """Return the counters of ``layer`` on the device tier, ``[COUNTERS]`` int64 (`kernels.operations.Counters`)."""
         return self.buffers.layers[layer].counters
 
-    def changes_residency(self, layer: int) -> bool:
+    def _changes_residency(self, layer: int) -> bool:
         """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
         shape = self.shape
         return shape.frames > 0 and self._tiers.has_digests(layer) and shape.min_budget < shape.columns
@@ -190,8 +191,11 @@ class Toolbox:
         )
 
     def attend_missing(self, layer: int, q: Tensor) -> Partials | None:
-        """Attend, on the device, the selected pages that are only in host memory; None if there are no frames."""
-        if not self.shape.frames:
+        """Attend, on the device, the selected pages that are only in host memory.
+
+        None: there are no frames, or `arrive` has made all selected pages resident.
+        """
+        if not self.shape.frames or self._changes_residency(layer):
             return None
         selection = self._selections[layer][0]
         # Missing pages are full: the page that grows is always resident.
@@ -237,7 +241,7 @@ class Toolbox:
         return out, lse
 
     def _num_parts(self, q: Tensor, limit: int) -> int:
-        """Return the parts of a list of up to ``limit`` pages. Each row of ``q`` has all heads or those of a KV head."""
+        """Return the parts of a list of up to ``limit`` pages. A row of ``q`` has all heads or those of one KV head."""
         lists = q.shape[0] * q.shape[1] * self._model.num_kv_heads // self._model.num_heads
         return self._ops.parts_for(lists, 1, limit * self._config.page_size, self._processors)
 
@@ -274,7 +278,7 @@ class Toolbox:
             layer: index of the layer.
             at_once: recall in every row; otherwise only in rows whose recall interval has passed.
         """
-        if not self.changes_residency(layer):
+        if not self._changes_residency(layer):
             return
         selection, scores = self._selections[layer]
         config, inputs, buffers = self._config, self.inputs(scores.shape[0]), self.buffers.layers[layer]
@@ -322,7 +326,7 @@ class Toolbox:
 
     def arrive(self, layer: int) -> None:
         """Wait for the recall of ``layer``, make its pages resident and select again."""
-        if not self.changes_residency(layer):
+        if not self._changes_residency(layer):
             return
         self.await_copy(layer)
         position = self.buffers.layers[layer].position

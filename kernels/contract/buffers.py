@@ -143,6 +143,10 @@ class StreamPlan(NamedTuple):
     """``[rows, kv_heads]`` int32: tokens in frames that are attended; 0 for resident heads and without frames."""
 
 
+NOWHERE, FAILED = -1, -2
+"""Values of `RowStates.parked` that are no layer: the row is not parked; or the CPU could not answer, and it stays."""
+
+
 class RowStates(NamedTuple):
     """Decode rows whose whole attention the CPU may compute, over one or several steps.
 
@@ -170,9 +174,6 @@ class RowStates(NamedTuple):
     """`tail` if the layer has taken the row's answer, else 0."""
     device_tokens: Tensor
     """Tokens of a row that the device attends in frames."""
-
-    NOWHERE = -1  # a place that is no layer: the row is not parked
-    FAILED = -2  # a place that is no layer: the CPU could not answer, so the row stays where it is
 
     def first(self, rows: int) -> RowStates:
         """Return the states of the first ``rows`` rows."""

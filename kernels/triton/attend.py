@@ -35,8 +35,8 @@ def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.const
 @kernel("q", "kv", "out")
 def _partial_kernel(q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, all_parts,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-                    PER_HEAD: tl.constexpr, STORE_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
+                    PER_HEAD: tl.constexpr, STORE_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr,
+                    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if ids is not None:
         ids += row * row_stride
@@ -129,10 +129,10 @@ def paged_partial(
     out, lse = into
     if rows:
         group = heads // kv_heads
-        row_stride, list_stride = (0, 0) if ids is None else ids.stride()[:2]
+        row_stride, list_stride = (0, 0) if ids is None else (ids.stride(0), ids.stride(1) * (ids.shape[1] > 1))
         _partial_kernel[(rows, kv_heads, num_parts)](
-            q, kv, ids, tokens, begins, out, lse, scale, row_stride,
-            list_stride if ids is not None and ids.shape[1] > 1 else 0, num_parts, lse.stride(1), kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _TILE,
+            q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, lse.stride(1),
+            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _TILE,
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     return out, lse

@@ -1,4 +1,4 @@
-"""Kernels that plan copies of pages of single KV heads: loads of selections, and the passage through staging buffers."""
+"""Kernels that plan copies of pages of single KV heads: loads of selections, and passage through staging buffers."""
 
 from __future__ import annotations
 

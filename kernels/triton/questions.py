@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.cpu.mailbox import RequestBoxes
-from hybrid_backend.kernels.operations import RowStates
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, RowStates
 from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import WAITED, clock
 from hybrid_backend.kernels.triton.signal import look, raise_flag
 
 _MOST = 2048  # numbers that a program moves at once
 _ROWS = 256  # rows that a program reads at once
-_NOWHERE, _FAILED = tl.constexpr(RowStates.NOWHERE), tl.constexpr(RowStates.FAILED)
+_NOWHERE, _FAILED = tl.constexpr(NOWHERE), tl.constexpr(FAILED)
 
 
 @kernel("box_q", "q")
@@ -177,9 +177,9 @@ def take_rows(
 ) -> None:  # fmt: skip
     """Take the answers to the last questions of some rows, as far as they have arrived, and settle the rows.
 
-    A row takes its answer if it asked in this layer and does not park, or if it is parked at this layer. A row that does
-    not park holds the stream until its answer arrives or its time is used up. A question that failed has an answer too,
-    the empty partial. All tensors but those of ``boxes`` are on the device.
+    A row takes its answer if it asked in this layer and does not park, or if it is parked at this layer. A row that
+    does not park holds the stream until its answer arrives or its time is used up. A question that failed has an answer
+    too, the empty partial. All tensors but those of ``boxes`` are on the device.
 
     Args:
         boxes: boxes of all requests.

@@ -26,7 +26,7 @@ from hybrid_backend.batch import DecodeRows, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS
-from hybrid_backend.kernels.operations import Counters, RowStates
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, Counters, RowStates
 from hybrid_backend.methods.apex import rows as host_rows
 from hybrid_backend.methods.apex.questions import Questions
 from hybrid_backend.step.patience import Patience
@@ -104,9 +104,7 @@ class Parking:
 
     # --- between steps, on the host ---
 
-    def begin(
-        self, rows: DecodeRows, indices: list[int], on_cpu: Tensor, parks: bool, pages: Tensor
-    ) -> None:
+    def begin(self, rows: DecodeRows, indices: list[int], on_cpu: Tensor, parks: bool, pages: Tensor) -> None:
         """Open a step.
 
         Args:
@@ -120,8 +118,8 @@ class Parking:
         self.is_idle = not bool(on_cpu.any())
         whole = (rows.seq_lens - 1) // self._page  # The device attends the growing page.
         tail = rows.seq_lens - whole * self._page
-        parked = torch.tensor([self._layer_of.get(index, RowStates.NOWHERE) for index in indices])
-        live = parked == RowStates.NOWHERE
+        parked = torch.tensor([self._layer_of.get(index, NOWHERE) for index in indices])
+        live = parked == NOWHERE
         self.may_park = bool((on_cpu * parks).any() or not live.all())
         columns = torch.zeros(self._columns.shape, dtype=torch.int32)
         states = RowStates(*columns)
@@ -181,10 +179,10 @@ class Parking:
                 continue
             request, seconds = indices[r], time.monotonic()
             waits = 0.0 if request is None else seconds - self._since.get(request, seconds)
-            if parked == RowStates.FAILED:
+            if parked == FAILED:
                 gone = WorkerError("a CPU worker failed on a question of a request that is gone")
                 errors[r] = gone if request is None else self.questions.failure(request)
-            elif parked == RowStates.NOWHERE or waits > self._deadline:
+            elif parked == NOWHERE or waits > self._deadline:
                 errors[r] = DeadlineError(
                     f"CPU workers did not answer a request on the CPU within workers.deadline_seconds={self._deadline}"
                 )

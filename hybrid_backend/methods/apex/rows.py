@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import RowStates
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, RowStates
 
 
 def settle(rows: RowStates, layer: int, ready: Tensor, failed: Tensor, pages: Tensor) -> None:
@@ -21,9 +21,9 @@ def settle(rows: RowStates, layer: int, ready: Tensor, failed: Tensor, pages: Te
         failed: ``[rows]`` bool; the workers could not compute the answer.
         pages: ``[rows]`` int32 host page of each row's new token.
     """
-    stays = torch.where(failed, RowStates.FAILED, rows.parked)
+    stays = torch.where(failed, FAILED, rows.parked)
     stays = torch.where((rows.asks > 0) & (rows.parks > 0), layer, stays)
-    rows.parked.copy_(torch.where(ready, RowStates.NOWHERE, stays))
+    rows.parked.copy_(torch.where(ready, NOWHERE, stays))
     rows.live.copy_(torch.where(rows.on_cpu > 0, ready.int(), rows.live))
     rows.asks.copy_(rows.on_cpu * rows.live)
     rows.stored.copy_(torch.where(rows.live > 0, pages, -1))

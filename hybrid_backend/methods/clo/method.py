@@ -391,6 +391,6 @@ def _buffers(
     )
     return state, _Lists(
         seq_lens=ints(lists), budgets=ints(lists), table=ints(lists, columns), label=ints(lists),
-        own_pages=ints(kinds, lists), cached_tokens=ints(kinds, lists, 1), ids=ints(lists, 1, frames), into=ints(lists, cached),
-        whole=ints(rows, 1, frames), whole_tokens=ints(rows, 1), beyond_tokens=ints(rows, 1),
+        own_pages=ints(kinds, lists), cached_tokens=ints(kinds, lists, 1), ids=ints(lists, 1, frames),
+        into=ints(lists, cached), whole=ints(rows, 1, frames), whole_tokens=ints(rows, 1), beyond_tokens=ints(rows, 1),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu, reference
 from hybrid_backend.kernels.cpu.mailbox import question_bytes
-from hybrid_backend.kernels.operations import Counters, RowStates
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, Counters, RowStates
 from hybrid_backend.methods.apex import rows as host_rows
 from tests.support.cases import relative_error
 
@@ -94,7 +94,7 @@ class Stream:
         )  # fmt: skip
         finish()
         places = zip((states.on_cpu * states.live).tolist(), states.parked.tolist(), strict=True)
-        ready = [1 if is_live else -1 if place == RowStates.FAILED else 0 for is_live, place in places]
+        ready = [1 if is_live else -1 if place == FAILED else 0 for is_live, place in places]
         taken = torch.tensor([x == 1 for x in ready])
         assert counters.tolist() == [*(counts.cpu() * taken).sum(1).tolist(), 0, 0, 0, max(waited.tolist()), 0, 0]
         assert not arrived.any()
@@ -109,7 +109,7 @@ def row_states(on_cpu: list[bool], parks: bool, seed: int = 0) -> RowStates:
     for state, values in (
         (states.on_cpu, is_there), (states.parks, is_there * parks), (states.live, ~is_there),
         (states.asks, torch.zeros_like(is_there)),
-        (states.parked, torch.where(is_there, LAYER, RowStates.NOWHERE)),
+        (states.parked, torch.where(is_there, LAYER, NOWHERE)),
     ):  # fmt: skip
         state.copy_(values)
     return states
@@ -300,8 +300,8 @@ def test_what_becomes_of_a_row_is_the_same_by_a_kernel_as_on_the_host(
         time.sleep(1e-3)
     columns = torch.randint(1, 99, (len(RowStates._fields), rows), dtype=torch.int32)
     states = RowStates(*columns)
-    states.parked.copy_(torch.tensor([chance.choice([LAYER, LAYER, 2, RowStates.NOWHERE]) for _ in range(rows)]))
-    states.live.copy_(states.parked == RowStates.NOWHERE)
+    states.parked.copy_(torch.tensor([chance.choice([LAYER, LAYER, 2, NOWHERE]) for _ in range(rows)]))
+    states.live.copy_(states.parked == NOWHERE)
     states.on_cpu.copy_(torch.tensor([place >= 0 or chance.random() < 0.7 for place in states.parked.tolist()]))
     states.parks.copy_(states.on_cpu * torch.tensor([chance.random() < 0.5 for _ in range(rows)]))
     states.asks.copy_(states.on_cpu * states.live)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels import reference
 from hybrid_backend.kernels.operations import Operations, Selection
-from tests.support.cases import page_lists, relative_error, spoil_beyond
+from tests.support.cases import page_lists, relative_error
 from tests.unit.implementations import over_implementations
 from tests.unit.operations.cases import (
     DTYPES,

@@ -90,10 +90,8 @@ def test_a_gpu_ranks_mailboxes_are_watched_from_a_core_of_the_workers_node(serve
         (8, 2, 2),
     ],
 )
-def test_an_engine_on_gpus_keeps_cores_for_its_own_processes(
-    tmp_path: Path, cores: int, ranks: int, left: int
-) -> None:
-    """On a node of so many cores with two threads each; no thread of ours is on a core that is left, or twice on one."""
+def test_an_engine_on_gpus_keeps_cores_for_its_own_processes(tmp_path: Path, cores: int, ranks: int, left: int) -> None:
+    """On a node of so many cores with two threads each; no thread of ours is on one of these or on another's."""
     drawn = draw(tmp_path, [f"{core},{core + cores}" for core in range(cores)], {0: f"0-{2 * cores - 1}"})
     bound = Bound(cpus(0, 2 * cores - 1))
     each = [places(bound, drawn, Rank(i, ranks).with_gpus([0] * ranks)) for i in range(ranks)]
