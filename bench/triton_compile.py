@@ -234,20 +234,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
                     )
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
             for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
+                mailbox = None if counted is None else (ids, tokens)
                 chosen = kernels.select_pages(
-                    scores,
-                    line,
-                    line,
-                    line,
-                    line,
-                    resident,
-                    table[:, :width],
-                    page,
-                    1,
-                    2,
-                    k,
-                    counted,
-                    None if counted is None else (ids, tokens),
+                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted, mailbox
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
@@ -291,7 +280,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     questions.take_rows(boxes, 3, line, states, line, line, *cpu, long, long, long.expand(4, -1), line, counters)
     published = torch.zeros(8, rows, 2, dtype=torch.int32)
     questions.publish(states, line[:1], published)
-    hidden, saved = q.flatten(1), torch.zeros(rows + 1, 2, heads * dim)
+    hidden, saved = q.flatten(1), torch.empty(rows + 1, 2, heads * dim)
     for residual, tokens in ((hidden, None), (None, None), (hidden, long)):
         questions.move_inputs(states, 3, hidden, residual, tokens, long, saved)
     plan_heads(kv_heads, page)

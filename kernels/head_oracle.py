@@ -24,7 +24,7 @@ def plan_stream(
     middle = (num_pages - first - last).clamp(min=0)[:, None]  # [rows, 1] pages
     streamed, room = middle * (ranks >= 0), pieces * capacity
     numbers, starts = torch.arange(room), torch.arange(pieces)[:, None] * capacity
-    parts_of_groups, staged = list[tuple[Tensor, ...]](), torch.zeros(rows * kv_heads, dtype=torch.int64)
+    of_groups, staged = list[tuple[Tensor, ...]](), torch.zeros(rows * kv_heads, dtype=torch.int64)
     for head in range(0, groups * group, group):
         of_group = (streamed * ((ranks >= head) & (ranks < head + group))).flatten()
         ends = of_group.cumsum(0)
@@ -34,10 +34,10 @@ def plan_stream(
         pages = table[lists // kv_heads, nth] * kv_heads + lists % kv_heads
         places = (numbers % capacity).masked_fill(numbers >= ends[-1], -1)
         bounds = ((x - starts).clamp(0, capacity).view(pieces, rows, kv_heads) * page_size for x in (begins, ends))
-        parts_of_groups.append((pages.view(pieces, capacity), places.view(pieces, capacity), *bounds))
+        of_groups.append((pages.view(pieces, capacity), places.view(pieces, capacity), *bounds))
         staged += ends.clamp(max=room) - begins.clamp(max=room)
     empty = [torch.zeros(0, capacity)] * 2 + [torch.zeros(0, rows, kv_heads)] * 2
-    tensors = [torch.cat(parts) for parts in zip(*parts_of_groups, strict=True)] if groups else empty
+    tensors = [torch.cat(pieces_of) for pieces_of in zip(*of_groups, strict=True)] if groups else empty
     beyond = (first + streamed) * page_size if is_framed else seq_lens[:, None].expand(-1, kv_heads)
     rest_begins = (first + staged.view(rows, kv_heads)) * page_size * (ranks >= 0)
     framed = (seq_lens[:, None] - middle * page_size) * (ranks != -1) * is_framed

@@ -182,10 +182,10 @@ class HeadInfer(Method):
         tokens, pages, middle_pages = int(rows.seq_lens.sum()), int(rows.num_pages.sum()), int(middle.sum())
         for layer, heads in self._heads.items():
             streamed, windowed, resident = (len(x) / kv_heads for x in (heads.streamed, heads.windowed, heads.resident))
-            held = pages - middle_pages if self._has_frames else 0
-            on_device = resident * pages + (streamed + windowed) * held
+            framed_pages = pages - middle_pages if self._has_frames else 0
+            on_device = resident * pages + (streamed + windowed) * framed_pages
             attended = tokens - windowed * middle_pages * page
-            missing = streamed * (pages - held)
+            missing = streamed * (pages - framed_pages)
             step.counting.count_tokens(attended, on_device, missing_pages=missing, layers=[layer])
             # A captured graph with too few pieces copies less; the count ignores that.
             stream.copied_bytes += len(heads.streamed) * middle_pages * self.tiers.page_bytes // kv_heads

@@ -229,10 +229,10 @@ class Toolbox:
         A merge of this result is one launch, whereas each store's own partials would need a launch more.
         """
         rows, heads, dim = q.shape
-        parts = [self._num_parts(q, store.limit) for store in stores]
-        out = q.new_empty(rows, heads, sum(parts), dim, dtype=torch.float32)
-        lse, first = q.new_empty(rows, heads, sum(parts), dtype=torch.float32), 0
-        for store, num_parts in zip(stores, parts, strict=True):
+        counts = [self._num_parts(q, store.limit) for store in stores]
+        out = q.new_empty(rows, heads, sum(counts), dim, dtype=torch.float32)
+        lse, first = q.new_empty(rows, heads, sum(counts), dtype=torch.float32), 0
+        for store, num_parts in zip(stores, counts, strict=True):
             into = out[:, :, first : first + num_parts], lse[:, :, first : first + num_parts]
             self._ops.paged_partial(
                 q, store.kv(), store.ids, store.tokens, self._model.scale, num_parts, begins=store.begins, into=into

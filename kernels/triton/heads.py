@@ -51,11 +51,11 @@ def _stream_plan_kernel(table, num_pages, seq_lens, ranks, pages, places, begins
     count, own_group = tl.where(rank >= 0, middle, 0), tl.where(rank >= 0, rank // group, -1)
     # The list follows all lists of its group that belong to earlier rows, or to earlier heads of its row.
     i = tl.arange(0, BLOCK_L)
-    other = tl.load(ranks + i % KV_HEADS)
-    pages_of_others = tl.load(num_pages + i // KV_HEADS, mask=i < lists, other=0) - first - last
-    in_group = (i < lists) & (other >= 0) & (other // group == own_group)
-    pages_of_others = tl.where(in_group, tl.maximum(pages_of_others, 0), 0)
-    before = tl.sum(tl.where(i < line, pages_of_others, 0), 0)
+    rank_of_line = tl.load(ranks + i % KV_HEADS)
+    pages_of_lines = tl.load(num_pages + i // KV_HEADS, mask=i < lists, other=0) - first - last
+    in_group = (i < lists) & (rank_of_line >= 0) & (rank_of_line // group == own_group)
+    pages_of_lines = tl.where(in_group, tl.maximum(pages_of_lines, 0), 0)
+    before = tl.sum(tl.where(i < line, pages_of_lines, 0), 0)
     room, n = pieces * capacity, tl.arange(0, BLOCK)
     staged = tl.minimum(tl.maximum(room - before, 0), count)
     begin_of_group = tl.maximum(own_group, 0).to(tl.int64) * room
@@ -66,7 +66,7 @@ def _stream_plan_kernel(table, num_pages, seq_lens, ranks, pages, places, begins
         tl.store(places + begin_of_group + number, number % capacity, mask=inside)
     if rank >= 0:
         # All lists of the group share the places that stay empty.
-        total = tl.sum(pages_of_others, 0)
+        total = tl.sum(pages_of_lines, 0)
         heads = tl.sum(tl.where((i < KV_HEADS) & in_group, 1, 0), 0)
         share = row * heads + rank % group
         for empty in range(total + share * BLOCK, room, rows * heads * BLOCK):

@@ -107,20 +107,20 @@ def _move_kernel(hidden, residual, tokens, slots, saved, parked, live, parks, la
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     restores, saves = tl.load(parked + row) == layer, (tl.load(live + row) * tl.load(parks + row)) != 0
     if restores | saves:
-        token, kept = row, saved + tl.load(slots + row) * 2 * width + i
+        token, slot = row, saved + tl.load(slots + row) * 2 * width + i
         if tokens is not None:
             token = tl.load(tokens + row)
         source = hidden + token * hidden_stride + i
         if restores:
-            tl.store(source, tl.load(kept, mask=i < width).to(hidden.dtype.element_ty), mask=i < width)
+            tl.store(source, tl.load(slot, mask=i < width).to(hidden.dtype.element_ty), mask=i < width)
         else:
-            tl.store(kept, tl.load(source, mask=i < width).to(tl.float32), mask=i < width)
+            tl.store(slot, tl.load(source, mask=i < width).to(tl.float32), mask=i < width)
         if residual is not None:
-            source, kept = residual + token * residual_stride + i, kept + width
+            source, slot = residual + token * residual_stride + i, slot + width
             if restores:
-                tl.store(source, tl.load(kept, mask=i < width).to(residual.dtype.element_ty), mask=i < width)
+                tl.store(source, tl.load(slot, mask=i < width).to(residual.dtype.element_ty), mask=i < width)
             else:
-                tl.store(kept, tl.load(source, mask=i < width).to(tl.float32), mask=i < width)
+                tl.store(slot, tl.load(source, mask=i < width).to(tl.float32), mask=i < width)
 
 
 @kernel()

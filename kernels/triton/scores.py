@@ -120,11 +120,11 @@ def page_scores(
             kv_heads, group, dim, byte_tail(digests, dim), _TILE, group_block(group),
             triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
-    block_t, how = triton.next_power_of_2(tiles), AGGREGATES.index(aggregate)
+    block_t, kind = triton.next_power_of_2(tiles), AGGREGATES.index(aggregate)
     chunk = max(1, min(_HEADS, triton.next_power_of_2(heads // lists), _HELD // block_t))
     chunk = group if aggregate == "max" else chunk
     _combine_kernel[(rows, lists, tiles)](
         logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
-        lists, heads, how, chunk, _TILE, triton.next_power_of_2(chunk), block_t,
+        lists, heads, kind, chunk, _TILE, triton.next_power_of_2(chunk), block_t,
     )  # fmt: skip
     return scores

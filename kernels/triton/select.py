@@ -40,14 +40,14 @@ def _counted(key, is_free, low, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _threshold(scores, pages, wanted, sinks, recent, TILE: tl.constexpr, ONE_TILE: tl.constexpr):
-    """Return the wanted-th largest key of the columns that are not forced, and the number of larger keys.
+def _threshold(scores, pages, selectable, sinks, recent, TILE: tl.constexpr, ONE_TILE: tl.constexpr):
+    """Return the key with rank ``selectable`` among the columns that are not forced, and the number of larger keys.
 
     Radix selection: each digit comes from a histogram of the keys with the same higher digits, and reads the scores
     once.
     """
     low, better = tl.zeros([], tl.uint32) + _HIGHEST, tl.zeros([], tl.int32)
-    if wanted > 0:
+    if selectable > 0:
         low -= _HIGHEST
         digit = tl.arange(0, _DIGITS)
         if ONE_TILE:
@@ -61,7 +61,7 @@ def _threshold(scores, pages, wanted, sinks, recent, TILE: tl.constexpr, ONE_TIL
                     _, key, is_free = _keys_of(scores, first, pages, sinks, recent, TILE)
                     count += _counted(key, is_free, low, shift)
             at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-            chosen = tl.max(tl.where(better + at_least >= wanted, digit, 0), 0)
+            chosen = tl.max(tl.where(better + at_least >= selectable, digit, 0), 0)
             better += tl.sum(tl.where(digit > chosen, count, 0), 0)
             low += chosen.to(tl.uint32) << shift
     return low, better

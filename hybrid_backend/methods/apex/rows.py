@@ -1,4 +1,4 @@
-"""What becomes of rows on the CPU in each layer, in plain torch where the device tier is the host.
+"""Functions that settle, save and publish rows on the CPU, in plain torch, where the device tier is the host.
 
 On a GPU, kernels do the same in one launch each (`kernels.triton.questions`).
 """
@@ -50,9 +50,9 @@ def move_inputs(
     for part, x in enumerate((hidden, residual)):
         if x is None:
             continue
-        at = torch.arange(count) if tokens is None else tokens
-        x[at[restores]] = saved[slots[restores], part].to(x.dtype)
-        saved[slots[saves], part] = x[at[saves]].float()
+        places = torch.arange(count) if tokens is None else tokens
+        x[places[restores]] = saved[slots[restores], part].to(x.dtype)
+        saved[slots[saves], part] = x[places[saves]].float()
 
 
 def publish(rows: RowStates, number: Tensor, published: Tensor) -> None:
