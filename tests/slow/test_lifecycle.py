@@ -192,7 +192,7 @@ class Life(RuleBasedStateMachine):
                     assert torch.equal(frame, self.engine.kv[layer][request.pages[page], head])
 
     def headinfer_s_frames_hold_what_belongs_there(self, method: HeadInfer, name: str, index: int) -> None:
-        """Sinks and the window. A step that began the next page and died may have written to the oldest page's frame."""
+        """Sinks and the window. A step that began the next page and died may have written to the oldest one's frame."""
         first, last, count = method._first, method._last, -(-self.engine.sequences[name].tokens // PAGE)
         pages = range(count) if count < first + last else (*range(first), *range(count - last + 1, count))
         for layer in self.engine.runtime.tiers.frames.layers:
