@@ -61,4 +61,16 @@ __all__ = [
     "LayerToJudge",
     "Maps",
     "Operations",
+    "PromptToJudge",
     "RowStates",
+    "Sample",
+    "Selection",
+    "StreamPlan",
+    "check_one_query",
+]
+
+
+class Operations(
+    TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, HeadOperations, Protocol
+):
+    """All operations of a module that implements the contract."""
