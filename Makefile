@@ -331,7 +331,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate simulate-traffic capacity
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu bench-gpu-session soak simulate simulate-traffic capacity
 .PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/lab/throughput.md)
@@ -364,6 +364,9 @@ compile-triton: test-install ## Every Triton kernel compiled for six kinds of GP
 bench-gpu: test-install ## On a GPU: the kernels against the copy rates and FlashInfer's, then decode throughput against the stock backends
 	$(PY) -m bench.gpu_kernels
 	$(PY) -m bench.gpu_decode
+
+bench-gpu-session: test-install ## On a GPU: what fits MINUTES, the most valuable first; again, and it goes on where it ended (docs/lab/cuda.md)
+	$(PY) -m bench.gpu_session --budget $(MINUTES) $(BENCH_ARGS)
 
 soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
 	$(PY) -m bench.soak --minutes $(MINUTES)

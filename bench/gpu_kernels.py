@@ -73,7 +73,7 @@ class Bench:
             ended.record()
             ended.synchronize()
             times.append(began.elapsed_time(ended) / 1e3 / self.calls)
-        return sorted(times)[self.rounds // 2]
+        return float(sorted(times)[self.rounds // 2])
 
     def copy_rates(self) -> dict[str, float]:
         """Return the bytes per second of copies on the device (read plus written) and over the bus."""

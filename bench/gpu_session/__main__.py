@@ -25,6 +25,7 @@ from bench.gpu_session import rehearsal, summary
 from bench.gpu_session.journal import Journal
 from bench.gpu_session.plan import PARTS, Sizes, cases
 from bench.gpu_session.runner import Runner
+from hybrid_backend.tools.hub import hub_folder, resolve_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = "qwen2.5-coder-0.5b-instruct"
@@ -45,7 +46,7 @@ def main() -> None:
         parser.error(f"--parts {','.join(sorted(unknown))}: choose of {','.join(PARTS)}")
     if not arguments.rehearse and not has_gpu():
         parser.exit(2, "bench.gpu_session needs a GPU; --rehearse runs it on a simulated one\n")
-    out = arguments.out
+    out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if arguments.rehearse:
@@ -54,7 +55,8 @@ def main() -> None:
     else:
         host_gb = arguments.host_gb or psutil.virtual_memory().total * 3 // 4 >> 30
         cards = [float(card) for card in arguments.memory_gb.split(",")]
-        sizes = Sizes(model=arguments.model, host_bytes=host_gb << 30, cards_gb=cards)
+        model = hub_folder(resolve_model(arguments.model))  # It is fetched before the time runs.
+        sizes = Sizes(model=model, host_bytes=host_gb << 30, cards_gb=cards)
     all_cases, journal = cases(sizes, parts), Journal(out / "session.jsonl")
     journal.append("session", budget_minutes=arguments.budget, rehearsal=arguments.rehearse, machine=machine())
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_session.journal import Case, Journal
-from hybrid_backend.tools.bench.client import BenchError
+from bench.gpu_session.journal import Case, Journal, last_lines
 from hybrid_backend.tools.bench.servers import interruptible
 
 
 class Context:
-    """What a part's ``measure`` gets beside its options: a place for logs, and the journal."""
+    """What a part's ``measure`` gets beside its options: a folder of its own for servers' logs, and the journal."""
 
     def __init__(self, case: Case, journal: Journal, logs: Path) -> None:
         self.case = case
-        self.logs = logs
+        self.logs = logs / case.name
         self._journal = journal
 
     def emit(self, **figures: Any) -> None:
@@ -32,13 +31,15 @@ def main() -> None:
     journal, logs, line = Journal(Path(sys.argv[1])), Path(sys.argv[2]), json.loads(sys.argv[3])
     case = Case(line["part"], line["case"], line["options"], 0, 0)
     part = importlib.import_module(f"bench.gpu_session.{case.part}")
+    context = Context(case, journal, logs)
     try:
         with interruptible():
-            part.measure(case.options, Context(case, journal, logs))
-    except BenchError as error:
-        if (log := re.search(r"its (?:log|output): (\S+)$", str(error))) is not None:
-            print("\n".join(Path(log[1]).read_text(errors="replace").splitlines()[-40:]), flush=True)
-        raise
+            part.measure(case.options, context)
+    except BaseException as error:  # The reason is often in a server's log, whatever has ended the case.
+        traceback.print_exc()
+        for log in sorted(context.logs.rglob("*.log"), key=lambda log: log.stat().st_mtime)[-1:]:
+            print(f"-- the end of {log}:", *last_lines(log, 20), sep="\n", file=sys.stderr, flush=True)
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 DONE, FAILED, LATE, STOPPED = "done", "failed", "late", "stopped"
 """How a case ended: by itself, with an error, at its time limit, or because the session was stopped."""
+WIDTH = 300
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,9 @@ class Journal:
         """Return how each try at the case ended."""
         ends = (line for line in self.lines() if line["event"] == "end")
         return [line["status"] for line in ends if case.identity.items() <= line.items()]
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last lines of a log that are not empty, each cut after `WIDTH` characters."""
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return [line[:WIDTH] for line in lines[-count:]]

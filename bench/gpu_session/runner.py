@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from bench.gpu_session.journal import DONE, FAILED, LATE, STOPPED, Case, Journal
+from bench.gpu_session.journal import DONE, FAILED, LATE, STOPPED, Case, Journal, last_lines
 from hybrid_backend.tools.bench.servers import interruptible
 
-LOG_LINES, LOG_WIDTH = 15, 300
+LOG_LINES = 25
 GRACE = 15.0
 """Seconds in which a late case may stop its servers before all of its processes are killed."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -93,7 +93,7 @@ class Runner:
                 _end_all(process, before)
                 _adopt_orphans(False)
                 took = time.monotonic() - began
-                self.journal.append("end", case, status=status, seconds=round(took, 1), log=last_lines(log))
+                self.journal.append("end", case, status=status, seconds=round(took, 1), log=last_lines(log, LOG_LINES))
         return status, took
 
 
@@ -103,12 +103,6 @@ def time_limit(case: Case, left: float) -> float:
     It is what the case needs, or half of what is left if that is more, so that a case that hangs leaves time to others.
     """
     return min(case.most, max(case.needs, left / 2))
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the end of a log."""
-    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return [line[:LOG_WIDTH] for line in lines[-LOG_LINES:]]
 
 
 def _adopt_orphans(adopts: bool) -> None:

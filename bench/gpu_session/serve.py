@@ -95,7 +95,7 @@ def counters(url: str) -> dict[str, float]:
 
 def accuracy(options: Mapping[str, Any], context: Context) -> None:
     """Emit the lines of ``hybrid bench accuracy`` as they come."""
-    out = context.logs / context.case.name
+    out = context.logs
     command = [
         executable("hybrid"), "bench", "accuracy", "--model", options["model"], "--out", str(out),
         "--context", str(options["context"]), "--samples", str(options["samples"]),

@@ -48,5 +48,5 @@ def measure(options: Mapping[str, Any], context: Context) -> None:
             context.emit(kind=kind, card_gb=card, weights="random", **point.model_dump())
 
         with starting as server:
-            run = partial(run_client, "vllm", context.logs / f"{context.case.name}-client.log")
+            run = partial(run_client, "vllm", context.logs / "client.log")
             sweep([Endpoint(kind, server.url, server.model)], [math.inf], 1, workload, run, 0, tell)
