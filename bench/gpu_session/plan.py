@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.gpu_session.journal import Case
@@ -22,7 +22,7 @@ class Sizes:
     ``model`` has trained weights, ``shape`` is a key of `bench.model_configs.SHAPES`, whose weights are random.
     ``engine`` are options of offline engines, ``flags`` those of all servers, ``stock_flags`` of stock's alone.
     ``keys`` are added to the hybrid backend's configuration in part decode. ``pool`` is the bytes of the host pool of
-    servers with trained weights, ``host_bytes`` the host memory of the others. ``slowness`` multiplies time limits.
+    servers with trained weights, ``host_bytes`` the host memory of the others. ``slowness`` multiplies all times.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Sizes:
 def cases(sizes: Sizes, parts: Sequence[str] = PARTS) -> list[Case]:
     """Return the cases of ``parts``, the most valuable first."""
     made = [case for part in parts for case in _MAKERS[part](sizes)]
-    return [Case(case.part, case.name, case.options, case.needs, case.most * sizes.slowness) for case in made]
+    return [replace(case, needs=case.needs * sizes.slowness, most=case.most * sizes.slowness) for case in made]
 
 
 def _serve(sizes: Sizes) -> Iterator[Case]:

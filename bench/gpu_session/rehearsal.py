@@ -36,7 +36,7 @@ def sizes(folder: Path) -> Sizes:
         "kv_cache_memory_bytes": KV_BYTES,
     }  # fmt: skip
     return Sizes(
-        model=str(make_model(folder)), host_bytes=KV_BYTES, cards_gb=(80, 48), shape="tiny", stock="TRITON_ATTN",
+        model=str(make_model(folder)), host_bytes=KV_BYTES, cards_gb=(80,), shape="tiny", stock="TRITON_ATTN",
         dtypes=("float32",), equal_contexts=(20, 60), equal_answer=6,
         accuracy={"context": 512, "samples": 1, "answer": 4, "dtype": "float32", "budgets": "128"},
         prefill_contexts=(64, 300),

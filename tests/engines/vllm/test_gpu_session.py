@@ -65,9 +65,7 @@ def test_prompts_traffic_and_kernels_are_measured_beside_stock(out: Path) -> Non
     contexts = [(line["kind"], line["context"]) for line in figures(out, "prefill") if "context" in line]
     assert contexts == [(kind, tokens) for kind in ("TRITON_ATTN", "scout") for tokens in (64, 300)]
     traffic = figures(out, "traffic")
-    assert [(line["card_gb"], line["kind"]) for line in traffic] == [
-        (card, kind) for card in (80, 48) for kind in ("stock", "scout")
-    ]
+    assert [line["kind"] for line in traffic] == ["stock", "scout"]
     assert all(line["completed"] == 3 and not line["failed"] for line in traffic)
     assert {"page_scores", "select_pages", "paged_partial", "merge_partials", "copy_pages"} <= {
         line["kernel"] for line in figures(out, "kernels")
