@@ -39,7 +39,7 @@ def main() -> None:
         traceback.print_exc()
         for log in sorted(context.logs.rglob("*.log"), key=lambda log: log.stat().st_mtime)[-1:]:
             print(f"-- the end of {log}:", *last_lines(log, 20), sep="\n", file=sys.stderr, flush=True)
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_session.journal import DONE, Case, Journal
+from bench.gpu_session.journal import FAILED, Case, Journal
 
 HIDDEN = ("kernels", "endpoint", "rate", "repeat", "slowest_seconds")
 """Figures of the journal that the table leaves out."""
@@ -54,7 +54,7 @@ def rows(case: Case, journal: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if end is None:
         yield f"| {case.name} | {'not ended' if last else 'not begun'} | | |"
     else:
-        reason = end["log"][-1].replace("|", "/") if end["status"] != DONE and end["log"] else ""
+        reason = end["log"][-1].replace("|", "/") if end["status"] == FAILED and end["log"] else ""
         yield f"| {case.name} | {end['status']} | {end['seconds']:.0f} | {reason} |"
     for line in last:
         if line["event"] == "result":
