@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -22,32 +22,34 @@ atexit.register(_simulation.close)  # The first that is registered runs last: en
 
 
 class _AtFirstImport(MetaPathFinder):
-    """Finder that begins the simulation before one of `MODULES` is imported, and leaves all else to other finders."""
+    """Finder of `MODULES`, which whoever imports one of them loads through `_Simulating`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in MODULES:
-            return None
-        sys.meta_path.remove(self)
-        _simulate()
-        module = sys.modules.get(name)
-        if module is None:
-            return None
-        # The simulation has imported the module. Python would load it again by the module's own specification.
-        imported, module.__spec__ = _Imported(module.__spec__), None
-        return ModuleSpec(name, imported)
+        spec = PathFinder.find_spec(name, path, target) if name in MODULES else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Simulating(spec.loader)
+        return spec
 
 
-class _Imported(Loader):
-    """Loader of a module that is imported already, with the specification ``spec``."""
+class _Simulating(Loader):
+    """Loader that begins the simulation, then loads as ``loader`` does what the simulation has not imported itself."""
 
-    def __init__(self, spec: ModuleSpec | None) -> None:
-        self._spec = spec
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._imported: ModuleType | None = None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+            _simulate()
+        self._imported = sys.modules.get(spec.name)
+        return self._imported or self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        if self._imported is None:
+            self._loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
 
 
 def _simulate() -> None:
@@ -58,4 +60,5 @@ def _simulate() -> None:
     _simulation.enter_context(simulated_gpu.simulated_gpu())
 
 
-sys.meta_path.insert(0, _AtFirstImport())
+_finder = _AtFirstImport()
+sys.meta_path.insert(0, _finder)
