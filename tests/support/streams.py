@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -272,9 +273,15 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self._mark: Mark | None = None
+        self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._mark = STREAMS.record(STREAMS.current if stream is None else stream.name)
+        self._recorded_at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host between both records: the device has no clock of its own."""
+        return (end._recorded_at - self._recorded_at) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
         STREAMS.wait(STREAMS.current if stream is None else stream.name, self._mark)
