@@ -11,8 +11,12 @@ from hybrid_backend.kernels.operations import Maps, Operations
 from hybrid_backend.tiers import Tiers
 
 
+FRESH = -2
+"""Frame of a page that has no token yet, and so needs no copy."""
+
+
 class Admission:
-    """Fills the empty frames of a request that begins to decode, layer by layer.
+    """Fills the frames of a request that begins to decode, layer by layer.
 
     All pages of the request become resident if all fit. Otherwise the sink pages, the recent pages and the pages with
     the highest scores become resident. The query of the prompt's last token gives the scores. A layer without digests,
@@ -41,8 +45,13 @@ class Admission:
         """Drop the queries that `saw` kept for a request."""
         self._queries.pop(request_id, None)
 
-    def admit(self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Copy pages of one layer into the empty frames of a request and make them resident.
+    def admit(
+        self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int, source: Tensor
+    ) -> int:
+        """Choose the pages of one layer that become resident, and bring them to the frames of their request.
+
+        A page that is in a frame of the request stays there. A page in a borrowed frame is copied on the device, and any
+        other page is copied from the host pool.
 
         Args:
             layer: index of the layer.
@@ -51,11 +60,13 @@ class Admission:
             index: index of the request (`FramePool.index`).
             table: block table of the sequence, ``[1, columns]`` int32 host pages, including the page of the next token.
             num_pages: pages of the sequence.
+            source: ``[num_pages]`` int32 frame that holds each page (`PromptFrames.take`); -1: none; `FRESH`: the page
+                has no token yet.
 
         Returns:
-            Number of pages that were copied.
+            Number of pages that were copied from the host pool.
         """
-        config = self._config
+        config, frames = self._config, self._tiers.frames
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         # A GPU pads the table to the width of decode steps, so that no kernel is compiled for another width.
@@ -64,9 +75,13 @@ class Admission:
         pages, importance = best_pages(
             self._ops, config, query, digests, table, num_pages, maps.size, self._model.scale
         )
-        frames = place(maps, index, pages, importance)
-        host_pages = table[0, pages.long()].contiguous()
-        self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, frames)
+        host_pages, source = table[0, pages.long()].contiguous(), source[pages.long()]
+        targets = place(maps, index, pages, importance, source)
+        store = frames.layers[layer]
+        self._ops.copy_pages(store, store, source, torch.where((source >= 0) & (source != targets), targets, -1))
+        self._ops.copy_pages(
+            self._tiers.host.views[layer], store, host_pages, torch.where(source == -1, targets, -1)
+        )
         return len(pages)
 
 
@@ -97,7 +112,7 @@ def best_pages(
     """
     if num_pages <= frames:
         pages = torch.arange(num_pages, dtype=torch.int32, device=table.device)
-        return pages, _age_importance(pages, config)
+        return pages, age_importance(pages, config)
     page_counts = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
     if query is None or digests is None:
         scores = torch.arange(table.shape[1], dtype=torch.float32, device=table.device)[None, None]
@@ -114,26 +129,37 @@ def best_pages(
     )  # fmt: skip
     pages = selected.pages[0, 0]
     if query is None or digests is None:
-        return pages, _age_importance(pages, config)
+        return pages, age_importance(pages, config)
     is_always_selected = (pages < config.sinks) | (pages >= num_pages - config.recent)
     return pages, scores[0, 0, pages.long()].masked_fill(is_always_selected, float("inf"))
 
 
-def place(maps: Maps, index: int, pages: Tensor, importance: Tensor) -> Tensor:
-    """Enter pages into the residency maps of one layer, in the first frames of a request whose frames are empty.
+def place(maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Tensor) -> Tensor:
+    """Enter pages into the residency maps of one layer, in the frames of a request whose map is empty.
 
-    ``pages`` are logical pages ``[n]`` int32, and ``importance`` is ``[n]`` fp32. The result is the frame of each page,
-    ``[n]`` int32.
+    Args:
+        maps: residency maps of the layer.
+        index: index of the request (`FramePool.index`).
+        pages: ``[n]`` int32 logical pages, at most as many as the request has frames.
+        importance: ``[n]`` fp32.
+        source: ``[n]`` int32 frame that holds each page, negative for none. A page in a frame of the request stays there.
+
+    Returns:
+        Frame of each page, ``[n]`` int32.
     """
-    requests = len(maps.frame_of)
-    frame_slice = slice(index, index + len(pages) * requests, requests)
-    frames = torch.arange(frame_slice.start, frame_slice.stop, requests, dtype=torch.int32, device=pages.device)
+    requests, size = len(maps.frame_of), maps.size
+    is_placed = (source >= 0) & (source % requests == index)
+    own_slots = torch.where(is_placed, source // requests, size).long()
+    taken = torch.zeros(size + 1, dtype=torch.int32, device=pages.device).index_fill_(0, own_slots, 1)
+    free = taken[:size].argsort(stable=True)
+    slots = torch.where(is_placed, own_slots, free[((~is_placed).cumsum(0) - 1).clamp(min=0)])
+    frames = (index + slots * requests).int()
     maps.frame_of[index, pages.long()] = frames
-    maps.page_of[frame_slice] = pages
-    maps.importance[frame_slice] = importance
+    maps.page_of[frames.long()] = pages
+    maps.importance[frames.long()] = importance
     return frames
 
 
-def _age_importance(pages: Tensor, config: HybridConfig) -> Tensor:
+def age_importance(pages: Tensor, config: HybridConfig) -> Tensor:
     """Return an importance that evicts the oldest page first and never a sink page."""
     return pages.float().masked_fill(pages < config.sinks, float("inf"))

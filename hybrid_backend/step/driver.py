@@ -126,6 +126,11 @@ class StepDriver:
             self._counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=layers)
         self._method.begin_decode(self.toolbox, rows)
 
+    def begin_prompts(self, step: Step) -> None:
+        """Give frames to the prefill chunks of a step (`Residency.begin_prompts`)."""
+        if self._residency is not None:
+            self._residency.begin_prompts(step)
+
     def _admit(self, rows: DecodeRows, r: int) -> int:
         """Return the index of the request of row ``r``, after admitting the request if it begins to decode."""
         frames, request_id = self._tiers.frames, rows.request_ids[r]
@@ -134,7 +139,7 @@ class StepDriver:
             index = frames.allocate(request_id)
             if self._residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
-                self._tiers.copied_pages += self._residency.admit(request_id, index, table, pages)
+                self._tiers.copied_pages += self._residency.admit(request_id, index, table, int(rows.seq_lens[r]))
         self._inputs.pages_of_index[index] = pages
         return index
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, sent
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps
-from hybrid_backend.step.admission import Admission
+from hybrid_backend.step.admission import FRESH, Admission, age_importance
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepState
 
@@ -22,10 +22,17 @@ class Residency(Protocol):
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Take note of a prefill chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
+    def begin_prompts(self, step: Step) -> None:
+        """Give frames to the prefill chunks of a step, after `admit` and `open` of the same step."""
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
         """Fill the frames of a request that begins to decode, in all layers; return the number of copied pages.
 
-        ``table`` is the block table ``[1, num_pages]`` int32; ``index`` is the request index (`FramePool.index`).
+        Args:
+            request_id: the engine's id of the request.
+            index: request index (`FramePool.index`).
+            table: block table ``[1, pages]`` int32 of the sequence.
+            seq_len: tokens of the sequence, including the one that the step computes.
         """
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
@@ -67,13 +74,32 @@ class MappedResidency:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         self._admission.saw(layer, row, q)
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        copied = sum(
-            self._admission.admit(layer, maps, request_id, index, table, num_pages)
-            for layer, maps in self._maps.items()
-        )
+    def begin_prompts(self, step: Step) -> None:
+        self._tiers.prompt_frames.begin(step)
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
+        requests, num_pages = self._tiers.frames.requests, table.shape[1]
+        frames = self._tiers.prompt_frames.take(request_id, seq_len - 1)
+        copied = 0
+        if all(frame >= 0 and frame % requests == index for frame in frames):
+            self._enter(index, frames)
+        else:
+            fresh = [FRESH] * (num_pages - len(frames))
+            source = sent(torch.tensor(frames + fresh, dtype=torch.int32), table.device)
+            copied = sum(
+                self._admission.admit(layer, maps, request_id, index, table, num_pages, source)
+                for layer, maps in self._maps.items()
+            )
         self._admission.forget(request_id)
         return copied
+
+    def _enter(self, index: int, frames: list[int]) -> None:
+        """Make all pages of a request resident in the frames that hold them, without a copy."""
+        maps, pages = self._state.maps, torch.arange(len(frames), dtype=torch.int32, device=self._tiers.device)
+        ids = sent(torch.tensor(frames, dtype=torch.int32), self._tiers.device)
+        maps.frame_of[:, index, : len(frames)] = ids
+        maps.page_of[:, ids.long()] = pages
+        maps.importance[:, ids.long()] = age_importance(pages, self._config)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         operations, maps, inputs = self._tiers.operations, self._state.maps, self._state.inputs
@@ -85,6 +111,7 @@ class MappedResidency:
 
     def release(self, request_id: str, index: int | None) -> None:
         self._admission.forget(request_id)
+        self._tiers.prompt_frames.release(request_id)
         if index is not None:
             maps, requests = self._state.maps, self._tiers.frames.requests
             maps.frame_of[:, index] = -1
@@ -121,8 +148,11 @@ class FixedResidency:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Do nothing, because the frame of a page does not depend on queries."""
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        tiers, pages = self._tiers, sent(self._admitted_pages(num_pages), self._tiers.device)
+    def begin_prompts(self, step: Step) -> None:
+        """Do nothing: prompts of this residency stream their earlier tokens from the host pool."""
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
+        tiers, pages = self._tiers, sent(self._admitted_pages(table.shape[1]), self._tiers.device)
         host_pages, frames = table[0, pages].contiguous(), self._frame_of[0, index, pages].contiguous()
         for layer, store in tiers.frames.layers.items():
             tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
