@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,37 @@ FRESH = -2
 """Frame of a page that has no token yet, and so needs no copy."""
 
 
-class Admission:
-    """Fills the frames of a request that begins to decode, layer by layer.
+Filling = Literal["at once", "later", "recall"]
+"""What becomes of the chosen pages that are not on the device when a request begins to decode.
 
-    All pages of the request become resident if all fit. Otherwise the sink pages, the recent pages and the pages with
-    the highest scores become resident. The query of the prompt's last token gives the scores. A layer without digests,
+They are copied before the step's first layer, or copied in parallel with the next steps (`Fills`), or left to the
+method, which recalls what it selects.
+"""
+
+
+class Missing(NamedTuple):
+    """Pages of one layer that were chosen for the frames of a request. All tensors are ``[n]``.
+
+    Attributes:
+        pages: logical pages, int32.
+        host_pages: host pages, int32.
+        frames: int32 frame that is reserved for a page that is not on the device; -1: none is.
+        importance: fp32.
+        resident: int32 frame of a page that is resident but must still be copied from the host; -1: no such page.
+    """
+
+    pages: Tensor
+    host_pages: Tensor
+    frames: Tensor
+    importance: Tensor
+    resident: Tensor
+
+
+class Admission:
+    """Chooses the pages for the frames of a request that begins to decode, layer by layer.
+
+    All pages of the request are chosen if all fit. Otherwise the sink pages, the recent pages and the pages with
+    the highest scores are chosen. The query of the prompt's last token gives the scores. A layer without digests,
     or a request whose prompt queries are unknown, takes the last pages.
 
     A single query decides, because the last prefill chunk may be a single token, for example after a prefix-cache hit.
@@ -46,27 +74,26 @@ class Admission:
         self._queries.pop(request_id, None)
 
     def admit(
-        self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int, source: Tensor
-    ) -> int:
-        """Choose the pages of one layer that become resident, and bring them to the frames of their request.
+        self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, source: Tensor, filling: Filling
+    ) -> Missing:
+        """Choose the pages of one layer for the frames of a request, and make those resident that are on the device.
 
-        A page that is in a frame of the request stays there. A page in a borrowed frame is copied on the device, and any
-        other page is copied from the host pool.
+        A page that is in a frame of the request stays there, and a page in a borrowed frame is copied on the device.
 
         Args:
             layer: index of the layer.
             maps: residency maps of the layer.
             request_id: the engine's id of the request.
             index: index of the request (`FramePool.index`).
-            table: block table of the sequence, ``[1, columns]`` int32 host pages, including the page of the next token.
-            num_pages: pages of the sequence.
+            table: block table of the sequence, ``[1, num_pages]`` int32, including the page of the next token.
             source: ``[num_pages]`` int32 frame that holds each page (`PromptFrames.take`); -1: none; `FRESH`: the page
                 has no token yet.
+            filling: what becomes of the chosen pages that are not on the device.
 
         Returns:
-            Number of pages that were copied from the host pool.
+            The chosen pages that are not on the device.
         """
-        config, frames = self._config, self._tiers.frames
+        config, frames, num_pages = self._config, self._tiers.frames, table.shape[1]
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         # A GPU pads the table to the width of decode steps, so that no kernel is compiled for another width.
@@ -75,14 +102,23 @@ class Admission:
         pages, importance = best_pages(
             self._ops, config, query, digests, table, num_pages, maps.size, self._model.scale
         )
-        host_pages, source = table[0, pages.long()].contiguous(), source[pages.long()]
-        targets = place(maps, index, pages, importance, source)
+        source = source[pages.long()]
+        # The page of the next token is always resident, even if its earlier tokens are on the host alone.
+        is_resident = (source != -1) | (pages == num_pages - 1) | (filling == "at once")
+        is_reserved = ~is_resident if filling == "later" else torch.zeros_like(is_resident)
+        if filling == "later" and len(pages) == maps.size:
+            # One frame stays free for the next page that the request begins.
+            least = torch.where(is_reserved, importance, float("inf")).argmin()
+            is_reserved = is_reserved.index_fill(0, least, False)
+        targets = place(maps, index, pages, importance, source, is_resident, is_reserved)
         store = frames.layers[layer]
-        self._ops.copy_pages(store, store, source, torch.where((source >= 0) & (source != targets), targets, -1))
-        self._ops.copy_pages(
-            self._tiers.host.views[layer], store, host_pages, torch.where(source == -1, targets, -1)
-        )
-        return len(pages)
+        is_moved = (source >= 0) & (source != targets)
+        self._ops.copy_pages(store, store, source, torch.where(is_moved, targets, -1))
+        host_pages = table[0, pages.long()].contiguous()
+        return Missing(
+            pages, host_pages, torch.where(is_reserved, targets, -1), importance,
+            torch.where(is_resident & (source == -1), targets, -1),
+        )  # fmt: skip
 
 
 def best_pages(
@@ -134,7 +170,9 @@ def best_pages(
     return pages, scores[0, 0, pages.long()].masked_fill(is_always_selected, float("inf"))
 
 
-def place(maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Tensor) -> Tensor:
+def place(
+    maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Tensor, is_resident: Tensor, is_reserved: Tensor
+) -> Tensor:
     """Enter pages into the residency maps of one layer, in the frames of a request whose map is empty.
 
     Args:
@@ -143,6 +181,8 @@ def place(maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Ten
         pages: ``[n]`` int32 logical pages, at most as many as the request has frames.
         importance: ``[n]`` fp32.
         source: ``[n]`` int32 frame that holds each page, negative for none. A page in a frame of the request stays there.
+        is_resident: ``[n]`` bool, true for pages that become resident at once.
+        is_reserved: ``[n]`` bool, true for other pages whose frame is reserved.
 
     Returns:
         Frame of each page, ``[n]`` int32.
@@ -154,9 +194,10 @@ def place(maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Ten
     free = taken[:size].argsort(stable=True)
     slots = torch.where(is_placed, own_slots, free[((~is_placed).cumsum(0) - 1).clamp(min=0)])
     frames = (index + slots * requests).int()
-    maps.frame_of[index, pages.long()] = frames
-    maps.page_of[frames.long()] = pages
-    maps.importance[frames.long()] = importance
+    maps.frame_of[index, pages.long()] = torch.where(is_resident, frames, -1)
+    maps.page_of[frames.long()] = torch.where(is_resident, pages, -1)
+    others = torch.where(is_reserved, float("inf"), float("-inf"))
+    maps.importance[frames.long()] = torch.where(is_resident, importance, others)
     return frames
 
 

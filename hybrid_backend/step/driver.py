@@ -18,6 +18,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step.admission import Filling
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention, MailboxCpuAttention, PoolCpuAttention
@@ -74,7 +75,8 @@ class StepDriver:
             self._residency = FixedResidency(tiers, self.buffers.maps, method.frame_of, method.held_pages)
         elif shape.frames:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
-            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps)
+            fillings = {layer: self._filling(layer) for layer in maps}
+            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings)
         if isinstance(method, TakesWorkers):
             method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"
@@ -96,6 +98,14 @@ class StepDriver:
         )
         self.samples = self._make_samples(stats)
         self._inputs = InputWriter(config, tiers, self.buffers)
+
+    def _filling(self, layer: int) -> Filling:
+        """Return what becomes of pages that a request does not find on the device when it begins to decode."""
+        if not self._method.attends_selection:
+            return "at once"  # The method attends a window that it expects in the frames.
+        if not self._method.uses_workers and self.buffers.evicts(layer):
+            return "recall"  # The device attends all selected pages itself, and the method recalls those it selects.
+        return "later"
 
     def _make_samples(self, stats: Stats) -> Samples:
         """Return the samples of this device tier. A GPU samples only methods that attend the selected pages."""
@@ -140,6 +150,8 @@ class StepDriver:
             if self._residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
                 self._tiers.copied_pages += self._residency.admit(request_id, index, table, int(rows.seq_lens[r]))
+                if self._residency.lacks(index):
+                    self._inputs.defer_recall(index)
         self._inputs.pages_of_index[index] = pages
         return index
 
@@ -156,6 +168,8 @@ class StepDriver:
         sampled = self.samples.begin(number, rows, judged.nonzero().flatten().tolist(), indices)
         self._inputs.write(number, rows, indices, budgets, sampled)
         is_resident = not self._sparse_rows and int(rows.num_pages.max()) <= self.buffers.shape.frames
+        if self._residency is not None and any(map(self._residency.lacks, indices)):
+            is_resident = False
         self.toolbox.open(rows.seq_lens, is_resident)
 
     def abandon(self) -> None:

@@ -43,6 +43,10 @@ class SharedResidency:
         """Return 0: `open` places the request together with the other requests of the step."""
         return 0
 
+    def lacks(self, index: int) -> bool:
+        """Return False, because a request on the device has all of its pages there."""
+        return False
+
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         pages = dict(zip(rows.request_ids, rows.num_pages.tolist(), strict=True))
         index_of = dict(zip(rows.request_ids, indices, strict=True))
