@@ -77,6 +77,11 @@ class PromptFrames:
                 frames[row.start : row.end] = torch.tensor(prompt.frames, dtype=torch.int32)[pages]
         self.token_frames = sent(frames, self._device) if self._chunks else None
 
+    @property
+    def running(self) -> int:
+        """Number of prompts that have frames."""
+        return len(self._prompts)
+
     def chunk(self, request_id: str) -> ChunkPages | None:
         """Return the pages of a request's chunk in the open step; None if the prompt has no frames."""
         return self._chunks.get(request_id)
