@@ -42,16 +42,14 @@ _MAX_ERROR = 5e-2
 _RAGGED, _DECODE = "BatchPrefillWithRaggedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
 _PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 _PLANNED = ("num_qo_heads", "num_kv_heads", "sm_scale", "q_data_type")
+_PAGES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 USED_API: dict[str, tuple[str, ...]] = {
     "single_prefill_with_kv_cache": ("q", "k", "v", "causal", "sm_scale", "return_lse"),
     _RAGGED: ("float_workspace_buffer", "kv_layout"),
     f"{_RAGGED}.plan": ("self", "qo_indptr", "kv_indptr", "head_dim_qk", "causal", "disable_split_kv", *_PLANNED),
     f"{_RAGGED}.run": ("self", "q", "k", "v", "return_lse"),
     _PAGED: ("float_workspace_buffer", "kv_layout"),
-    f"{_PAGED}.plan": (
-        "self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "head_dim_qk",
-        "page_size", "causal", *_PLANNED,
-    ),
+    f"{_PAGED}.plan": ("self", "qo_indptr", *_PAGES, "head_dim_qk", "page_size", "causal", *_PLANNED),
     f"{_PAGED}.run": ("self", "q", "paged_kv_cache", "return_lse"),
     _DECODE: ("float_workspace_buffer", "kv_layout", "use_tensor_cores"),
     f"{_DECODE}.plan": ("self", "indptr", "indices", "last_page_len", "head_dim", "page_size", *_PLANNED),
@@ -150,7 +148,8 @@ class FlashInfer:
         k, v = (torch.cat([earlier[:, i].transpose(0, 1), kv[2:, :, i]]) for i in range(2))
         errors = [_difference(out, q[2:], k, v, model.scale, first=20)]
         pages, counts = random(6, kv_heads, 2, page), torch.tensor([2 * page, page + 3])
-        rows = [(0, 2), (2, 5)], [(torch.tensor(ids, dtype=torch.int32).to(device), page + 3) for ids in ([4, 1], [0, 5])]
+        listed = [torch.tensor(ids, dtype=torch.int32).to(device) for ids in ([4, 1], [0, 5])]
+        rows = [(0, 2), (2, 5)], [(ids, page + 3) for ids in listed]
         partials = self.prompts.over_pages(q.to(device), pages.to(device), *rows)
         for (start, end), (ids, count), partial in zip(*rows, partials, strict=True):
             k, v = (pages[ids.cpu().long(), :, i].transpose(1, 2).flatten(0, 1)[:count] for i in range(2))

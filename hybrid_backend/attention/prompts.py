@@ -39,8 +39,8 @@ class Prompts(ABC):
             q: queries of the batch, ``[tokens, heads, head_dim]``.
             kv: ``[pages, kv_heads, 2, page_size, head_dim]`` on the device.
             chunks: ``(start, end)`` tokens of each chunk in the batch, ascending.
-            lists: for each chunk ``(ids, tokens)``: pages of ``kv`` ``[n]`` int32, all full but the last, and the number
-                of tokens in these pages.
+            lists: ``(ids, tokens)`` of each chunk: pages of ``kv`` ``[n]`` int32, all full but the last one, and the
+                number of tokens in these pages.
 
         Returns:
             A partial for each chunk.

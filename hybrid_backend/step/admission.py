@@ -12,7 +12,6 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps, Operations
 from hybrid_backend.tiers import Tiers
 
-
 FRESH = -2
 """Frame of a page that has no token yet, and so needs no copy."""
 
@@ -180,7 +179,7 @@ def place(
         index: index of the request (`FramePool.index`).
         pages: ``[n]`` int32 logical pages, at most as many as the request has frames.
         importance: ``[n]`` fp32.
-        source: ``[n]`` int32 frame that holds each page, negative for none. A page in a frame of the request stays there.
+        source: ``[n]`` int32 frame that holds each page, negative for none. A page in a frame of the request stays.
         is_resident: ``[n]`` bool, true for pages that become resident at once.
         is_reserved: ``[n]`` bool, true for other pages whose frame is reserved.
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hybrid_backend.kernels.operations import Copies, Counters
+from hybrid_backend.step.admission import Missing
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.side_stream import side_stream
 from hybrid_backend.tiers.state import StepState
@@ -47,17 +47,17 @@ class Fills:
         self._opened: set[int] = set()
         """Requests that have begun a page since their copies were added."""
 
-    def add(self, layer: int, index: int, pages: Tensor, host_pages: Tensor, frames: Tensor, importance: Tensor) -> None:
-        """Add the copies of one layer of a request. All tensors are ``[n]``; a page whose frame is -1 is not copied."""
-        state, device = self._state, self._tiers.device
-        lists = [x.new_full((state.empty.shape[1],), -1) for x in (frames, host_pages, pages, importance)]
-        for target, x in zip(lists, (frames, host_pages, pages, importance), strict=True):
-            target[: len(x)] = x
-        generation = int(self._tiers.frames.generation[index])
-        owner = torch.full((1, 1), index, dtype=torch.int32, device=device), torch.full(
-            (1, 1), generation, dtype=torch.int64, device=device
-        )
-        self._added.append(_Fill(layer, index, Copies(*(x[None, None] for x in lists), *owner)))
+    def add(self, layer: int, index: int, missing: Missing) -> None:
+        """Add the copies of the pages of one layer of a request that have a reserved frame."""
+        device, columns = self._tiers.device, self._state.empty.shape[1]
+        # The width is that of recalls, so that a GPU compiles one kernel for both.
+        lists = [
+            torch.nn.functional.pad(x, (0, columns - len(x)), value=-1)[None, None]
+            for x in (missing.frames, missing.host_pages, missing.pages, missing.importance)
+        ]
+        owner = torch.full((1, 1), index, dtype=torch.int32, device=device)
+        generation = torch.full((1, 1), int(self._tiers.frames.generation[index]), dtype=torch.int64, device=device)
+        self._added.append(_Fill(layer, index, Copies(*lists, owner, generation)))
 
     def commit(self) -> None:
         """Make the pages resident whose copies are done, without waiting for the others."""

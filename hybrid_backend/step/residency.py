@@ -56,10 +56,10 @@ class Residency(Protocol):
 class MappedResidency:
     """Residency in which a page may be in any frame of its request, in each layer a different one.
 
-    A prompt keeps its KV in frames (`PromptFrames`). A request begins with its most important pages (`Admission`): those
-    that its prompt left on the device are resident at once, and the others are copied in parallel with the next steps
-    (`Fills`). At the beginning of a step, the recalls of earlier steps become resident, and a token that opens a page
-    gets a frame for the page.
+    A prompt keeps its KV in frames (`PromptFrames`). A request begins with its most important pages (`Admission`). The
+    pages that its prompt left on the device are resident at once, and the others are copied in parallel with the next
+    steps (`Fills`). At the beginning of a step, the recalls of earlier steps become resident, and a token that opens a
+    page gets a frame for the page.
     """
 
     shared_pages = None
@@ -126,7 +126,7 @@ class MappedResidency:
             filling = self._fillings[layer]
             missing = self._admission.admit(layer, maps, request_id, index, table, source, filling)
             if lacks_earlier and filling == "later":
-                self._fills.add(layer, index, *missing[:4])
+                self._fills.add(layer, index, missing)
             if lacks_last or (lacks_earlier and filling == "at once"):
                 store = tiers.frames.layers[layer]
                 tiers.operations.copy_pages(tiers.host.views[layer], store, missing.host_pages, missing.resident)

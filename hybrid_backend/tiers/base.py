@@ -123,9 +123,7 @@ class Tiers:
         for store in (self.whole, *self.resident_heads):
             store.copy(pages)
 
-    def store_prompts(
-        self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def store_prompts(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Write the K and V of a step's prompt tokens to the host pool and to every copy on the device tier.
 
         Arguments and result are those of `WriteBack.store`.
@@ -151,12 +149,20 @@ class Tiers:
         return None if chunk is None or store is None else (store, chunk)
 
     def begun_page(self, layer: int, row: PrefillRow) -> Tensor | None:
-        """Return the frame ``[kv_heads, 2, page_size, head_dim]`` of the page that a chunk goes on with, if it has one."""
+        """Return the frame ``[kv_heads, 2, page_size, head_dim]`` of the page that a chunk goes on with, if any."""
         chunk, store = self.prompt_frames.chunk(row.request_id), self.frames.layers.get(layer)
         return None if chunk is None or store is None or chunk.first_frame < 0 else store[chunk.first_frame]
 
-    def before(self, layer: int, row: PrefillRow) -> Iterator[KVBlock]:
-        """Yield K and V of the tokens before a chunk in blocks: gathered on the device, then streamed from the host."""
+    def reads_host(self, layer: int, row: PrefillRow) -> bool:
+        """Tell whether the attention of a chunk reads earlier tokens from the host pool."""
+        found = self.chunk_pages(layer, row)
+        return row.earlier_tokens > 0 if found is None else found[1].missing_tokens > 0
+
+    def before(self, layer: int, row: PrefillRow, next_layer: int | None = None) -> Iterator[KVBlock]:
+        """Yield K and V of the tokens before a chunk in blocks: gathered on the device, then streamed from the host.
+
+        ``next_layer`` is that of `HeadStream.blocks`.
+        """
         found, pages, tokens = self.chunk_pages(layer, row), row.pages, row.earlier_tokens
         if found is not None:
             store, chunk = found
@@ -165,10 +171,16 @@ class Tiers:
             for start in range(0, chunk.earlier, step):
                 end = min(chunk.earlier, start + step)
                 yield KVBlock(heads, *gather_tokens(blocks, ids, len(heads), start, end))
-        yield from self.prefix(layer, pages, tokens)
+        yield from self.prefix(layer, pages, tokens, next_layer=next_layer)
 
     def prefix(
-        self, layer: int, pages: Tensor, tokens: int, heads: tuple[int, ...] | None = None, groups: int = 1
+        self,
+        layer: int,
+        pages: Tensor,
+        tokens: int,
+        heads: tuple[int, ...] | None = None,
+        groups: int = 1,
+        next_layer: int | None = None,
     ) -> Iterable[KVBlock]:
         """Return K and V of the first ``tokens`` tokens of a sequence of host pages on the device tier, in blocks.
 
@@ -180,12 +192,13 @@ class Tiers:
             tokens: number of tokens.
             heads: KV heads; None: all.
             groups: least number of head groups, which pass through the staging buffers one after the other.
+            next_layer: layer that streams the same pages next (`HeadStream.blocks`).
         """
         heads = tuple(range(self.host.layers[layer].shape[1])) if heads is None else heads
         if not heads or not tokens:
             return []
         if self.stream is not None:
-            return self.stream.blocks(layer, heads, groups, pages, tokens)
+            return self.stream.blocks(layer, heads, groups, pages, tokens, next_layer)
         kv_heads = self.host.layers[layer].shape[1]
         return [KVBlock(heads, *gather_tokens(self.host.blocks(layer), pages, kv_heads, 0, tokens, heads))]
 

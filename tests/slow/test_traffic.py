@@ -15,7 +15,7 @@ from hybrid_backend.step import fills
 from hybrid_backend.step.residency import MappedResidency
 from tests.support.far_device import late
 from tests.support.gpu import ON_GPU
-from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.harness import PAGE, Engine, config, decode_step, spec, watch
 from tests.support.scenario import check_nothing_is_left
 from tests.support.streams import STREAMS, Event
 
@@ -28,7 +28,7 @@ Traffic = dict[tuple[str, bool], list[int]]
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count the bytes that kernels read and write over the bus in the block, by kernel and whether in the main stream."""
+    """Count what kernels read and write over the bus in the block: bytes by kernel and whether in the main stream."""
     STREAMS.traffic = found = {}
     try:
         yield found
@@ -118,7 +118,7 @@ def test_no_arrival_makes_the_step_wait_for_the_bus(device: torch.device, monkey
         whole.prompt = whole.tokens  # a decoding row of the prompt's last token: nothing of it is on the device
         for _ in range(4):
             step(c=1, d=1, a=1)
-        assert 0 < filled
+        assert filled > 0
         assert not begun.intersection(waited), "a step waited for pages on their way"
         made.preempt("a")
         again = made.sequences["a"].prompt
@@ -131,3 +131,28 @@ def test_no_arrival_makes_the_step_wait_for_the_bus(device: torch.device, monkey
     check_nothing_is_left(made)
     pool = made.runtime.tiers.frames
     assert all(pool.reserve(name) is not None for name in "xyz"), "an index is lost"
+
+
+def test_a_streamed_prompt_copies_the_next_layers_first_block_while_this_layer_computes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk's prefix is three staging buffers long. Each block crosses once, and the first block of a layer begins
+    before the layer does. A step in which a row may still write the prefix begins nothing early."""
+    made = Engine(config(method="dense", staging_tokens=PAGE), spec(3), num_pages=64, max_requests=2, device=device)
+    stream, events = made.runtime.tiers.stream, list[tuple[str, int]]()
+    assert stream is not None
+    gather = stream._gather
+    monkeypatch.setattr(stream, "_gather", lambda layer, *rest: (events.append(("copy", layer)), gather(layer, *rest)))
+    watch(made.runtime, "forward", before=lambda layer, *_: events.append(("layer", layer)))
+    made.add("a", 5 * PAGE)
+    with late():
+        for tokens in (3 * PAGE, PAGE):
+            events.clear()
+            made.step({"a": tokens})
+    in_order = [("layer", 0), *[("copy", 0)] * 3, ("copy", 1), ("layer", 1), *[("copy", 1)] * 2, ("copy", 2)]
+    assert events == [*in_order, ("layer", 2), *[("copy", 2)] * 2]
+    made.add("b", 9)
+    events.clear()
+    with late():
+        made.step({"b": 9, "a": PAGE})
+    assert events == [event for layer in range(3) for event in (("layer", layer), *[("copy", layer)] * 4)]

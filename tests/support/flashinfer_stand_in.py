@@ -85,7 +85,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert causal and int(qo_indptr[0]) == 0 and len(paged_kv_indices) == int(paged_kv_indptr[-1])
         assert bool((paged_kv_indptr[1:] > paged_kv_indptr[:-1]).all())
         assert bool(((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all())
-        self._heads, self._page_size, self._total = (num_qo_heads, num_kv_heads, head_dim_qk), page_size, int(qo_indptr[-1])
+        self._heads, self._total = (num_qo_heads, num_kv_heads, head_dim_qk), int(qo_indptr[-1])
+        self._page_size = page_size
         self._dtype, self._scale = q_data_type, sm_scale
         self._indices = paged_kv_indices.to(self._plan.device, non_blocking=True)
         self._plan.write(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
