@@ -109,7 +109,9 @@ class Admission:
             # One frame stays free for the next page that the request begins.
             least = torch.where(is_reserved, importance, float("inf")).argmin()
             is_reserved = is_reserved.index_fill(0, least, False)
-        targets = place(maps, index, pages, importance, source, is_resident, is_reserved)
+        targets = frames_for(maps, index, source)
+        of_empty = torch.where(is_reserved, float("inf"), float("-inf"))
+        place(maps, index, pages, targets, torch.where(is_resident, importance, of_empty), is_resident)
         store = frames.layers[layer]
         is_moved = (source >= 0) & (source != targets)
         self._ops.copy_pages(store, store, source, torch.where(is_moved, targets, -1))
@@ -169,35 +171,38 @@ def best_pages(
     return pages, scores[0, 0, pages.long()].masked_fill(is_always_selected, float("inf"))
 
 
-def place(
-    maps: Maps, index: int, pages: Tensor, importance: Tensor, source: Tensor, is_resident: Tensor, is_reserved: Tensor
-) -> Tensor:
-    """Enter pages into the residency maps of one layer, in the frames of a request whose map is empty.
+def frames_for(maps: Maps, index: int, source: Tensor) -> Tensor:
+    """Return a frame of a request for each of its pages in one layer: ``[n]`` int32, all different.
 
     Args:
         maps: residency maps of the layer.
         index: index of the request (`FramePool.index`).
-        pages: ``[n]`` int32 logical pages, at most as many as the request has frames.
-        importance: ``[n]`` fp32.
-        source: ``[n]`` int32 frame that holds each page, negative for none. A page in a frame of the request stays.
-        is_resident: ``[n]`` bool, true for pages that become resident at once.
-        is_reserved: ``[n]`` bool, true for other pages whose frame is reserved.
-
-    Returns:
-        Frame of each page, ``[n]`` int32.
+        source: ``[n]`` int32 frame that holds each page, negative for none; at most as many pages as the request has
+            frames. A page in a frame of the request keeps it.
     """
     requests, size = len(maps.frame_of), maps.size
     is_placed = (source >= 0) & (source % requests == index)
     own_slots = torch.where(is_placed, source // requests, size).long()
-    taken = torch.zeros(size + 1, dtype=torch.int32, device=pages.device).index_fill_(0, own_slots, 1)
+    taken = torch.zeros(size + 1, dtype=torch.int32, device=source.device).index_fill_(0, own_slots, 1)
     free = taken[:size].argsort(stable=True)
     slots = torch.where(is_placed, own_slots, free[((~is_placed).cumsum(0) - 1).clamp(min=0)])
-    frames = (index + slots * requests).int()
+    return (index + slots * requests).int()
+
+
+def place(maps: Maps, index: int, pages: Tensor, frames: Tensor, importance: Tensor, is_resident: Tensor) -> None:
+    """Enter pages into the residency maps of one layer of a request whose map is empty.
+
+    Args:
+        maps: residency maps of the layer.
+        index: index of the request (`FramePool.index`).
+        pages: ``[n]`` int32 logical pages.
+        frames: ``[n]`` int32 frame of each page (`frames_for`).
+        importance: ``[n]`` fp32 importance of each frame.
+        is_resident: ``[n]`` bool, false for pages whose frame is still empty.
+    """
     maps.frame_of[index, pages.long()] = torch.where(is_resident, frames, -1)
     maps.page_of[frames.long()] = torch.where(is_resident, pages, -1)
-    others = torch.where(is_reserved, float("inf"), float("-inf"))
-    maps.importance[frames.long()] = torch.where(is_resident, importance, others)
-    return frames
+    maps.importance[frames.long()] = importance
 
 
 def age_importance(pages: Tensor, config: HybridConfig) -> Tensor:

@@ -51,13 +51,13 @@ class Fills:
         """Add the copies of the pages of one layer of a request that have a reserved frame."""
         device, columns = self._tiers.device, self._state.empty.shape[1]
         # The width is that of recalls, so that a GPU compiles one kernel for both.
-        lists = [
+        frames, host_pages, pages, importance = (
             torch.nn.functional.pad(x, (0, columns - len(x)), value=-1)[None, None]
             for x in (missing.frames, missing.host_pages, missing.pages, missing.importance)
-        ]
+        )
         owner = torch.full((1, 1), index, dtype=torch.int32, device=device)
         generation = torch.full((1, 1), int(self._tiers.frames.generation[index]), dtype=torch.int64, device=device)
-        self._added.append(_Fill(layer, index, Copies(*lists, owner, generation)))
+        self._added.append(_Fill(layer, index, Copies(frames, host_pages, pages, importance, owner, generation)))
 
     def commit(self) -> None:
         """Make the pages resident whose copies are done, without waiting for the others."""
