@@ -85,8 +85,8 @@ class PromptChunks:
         """
         prompts, in_pages = self._tiers.prompts, list[tuple[PrefillRow, Tensor, ChunkPages]]()
         if prompts.attends_pages and not isinstance(self._method, AttendsPrompts):
-            found = [(row, self._tiers.chunk_pages(layer, row)) for row in rows if row.earlier_tokens]
-            in_pages = [(row, *pages) for row, pages in found if pages is not None and pages[1].tokens]
+            resident = [(row, self._tiers.chunk_pages(layer, row)) for row in rows if row.earlier_tokens]
+            in_pages = [(row, *pages) for row, pages in resident if pages is not None and pages[1].tokens]
         partials = dict[str, tuple[Partial, bool]]()
         if in_pages:
             chunks = [(row.start, row.end) for row, _, _ in in_pages]
@@ -115,8 +115,8 @@ class PromptChunks:
         tiers = self._tiers
         if isinstance(self._method, AttendsPrompts):
             return self._method.prefill(layer, row, q, partial)
-        found = tiers.chunk_pages(layer, row) if has_device_pages else None
+        resident = tiers.chunk_pages(layer, row) if has_device_pages else None
         before: Iterable[KVBlock] = tiers.before(layer, row, next_layer)
-        if found is not None:
-            before = tiers.prefix(layer, found[1].missing, found[1].missing_tokens, next_layer=next_layer)
+        if resident is not None:
+            before = tiers.prefix(layer, resident[1].missing, resident[1].missing_tokens, next_layer=next_layer)
         return tiers.prompts.attend(q, partial, before, self._model.sink(layer))

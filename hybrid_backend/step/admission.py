@@ -17,9 +17,9 @@ FRESH = -2
 
 
 Filling = Literal["at once", "later", "recall"]
-"""What becomes of the chosen pages that are not on the device when a request begins to decode.
+"""Treatment of the chosen pages that are not on the device when a request begins to decode.
 
-They are copied before the step's first layer, or copied in parallel with the next steps (`Fills`), or left to the
+The pages are copied before the step's first layer, or copied in parallel with the next steps (`Fills`), or left to the
 method, which recalls what it selects.
 """
 

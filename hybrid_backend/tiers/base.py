@@ -155,17 +155,17 @@ class Tiers:
 
     def reads_host(self, layer: int, row: PrefillRow) -> bool:
         """Tell whether the attention of a chunk reads earlier tokens from the host pool."""
-        found = self.chunk_pages(layer, row)
-        return row.earlier_tokens > 0 if found is None else found[1].missing_tokens > 0
+        resident = self.chunk_pages(layer, row)
+        return row.earlier_tokens > 0 if resident is None else resident[1].missing_tokens > 0
 
     def before(self, layer: int, row: PrefillRow, next_layer: int | None = None) -> Iterator[KVBlock]:
         """Yield K and V of the tokens before a chunk in blocks: gathered on the device, then streamed from the host.
 
         ``next_layer`` is that of `HeadStream.blocks`.
         """
-        found, pages, tokens = self.chunk_pages(layer, row), row.pages, row.earlier_tokens
-        if found is not None:
-            store, chunk = found
+        resident, pages, tokens = self.chunk_pages(layer, row), row.pages, row.earlier_tokens
+        if resident is not None:
+            store, chunk = resident
             pages, tokens, step = chunk.missing, chunk.missing_tokens, max(self.layout.staging_tokens, 1)
             heads, blocks, ids = tuple(range(store.shape[1])), store.flatten(0, 2), chunk.ids.long()
             for start in range(0, chunk.earlier, step):
