@@ -76,7 +76,9 @@ class StepDriver:
         elif shape.frames:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
             fillings = {layer: self._filling(layer) for layer in maps}
-            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings)
+            is_guessing = self._looks_ahead and config.lookahead.partial_query == "predicted"
+            guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
+            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings, guessed)
         if isinstance(method, TakesWorkers):
             method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -73,6 +73,7 @@ class MappedResidency:
         state: StepState,
         maps: dict[int, Maps],
         fillings: Mapping[int, Filling],
+        guessed_layers: Collection[int],
     ) -> None:
         """Begin without requests.
 
@@ -83,9 +84,11 @@ class MappedResidency:
             state: buffers of the steps.
             maps: residency maps of each layer with frames.
             fillings: what becomes, in each layer, of pages that a request does not find on the device.
+            guessed_layers: layers whose missing pages the CPU attends with a predicted query. A request that fits its
+                frames is exact, so it does not begin without a page in these layers.
         """
         self._config, self._tiers, self._state, self._maps = config, tiers, state, maps
-        self._fillings = fillings
+        self._fillings, self._guessed_layers = fillings, guessed_layers
         self._admission = Admission(config, model, tiers)
         self._fills = Fills(tiers, state, {layer: position for position, layer in enumerate(maps)})
         self._lacking: set[int] = set()
@@ -122,8 +125,11 @@ class MappedResidency:
         tiers, copied = self._tiers, 0
         source = sent(torch.tensor(frames, dtype=torch.int32), table.device)
         lacks_earlier, lacks_last = -1 in frames[:-1], frames[-1] == -1
+        fits = len(frames) <= tiers.frames.size
         for layer, maps in self._maps.items():
             filling = self._fillings[layer]
+            if filling == "later" and fits and layer in self._guessed_layers:
+                filling = "at once"
             missing = self._admission.admit(layer, maps, request_id, index, table, source, filling)
             if lacks_earlier and filling == "later":
                 self._fills.add(layer, index, missing)
@@ -131,8 +137,8 @@ class MappedResidency:
                 store = tiers.frames.layers[layer]
                 tiers.operations.copy_pages(tiers.host.views[layer], store, missing.host_pages, missing.resident)
                 copied += self._absent(frames, maps.size) if filling == "at once" else 1
-        if lacks_earlier and "at once" not in self._fillings.values():
-            self._lacking.add(index)
+            if lacks_earlier and filling != "at once":
+                self._lacking.add(index)
         return copied
 
     def _absent(self, frames: list[int], size: int) -> int:
