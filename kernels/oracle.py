@@ -254,7 +254,8 @@ def note_scores(
     count = num_pages[live][:, None]
     best = _numbers(scores[live]).amax(1).gather(1, pages.clamp(min=0))
     best = best.masked_fill(_always(pages, count, sinks, recent), _INF)
-    maps.importance[frames] = best.masked_fill(pages < 0, -_INF)
+    is_reserved = maps.importance[frames] == _INF
+    maps.importance[frames] = torch.where(pages < 0, torch.where(is_reserved, _INF, -_INF), best)
 
 
 def plan_recall(

@@ -111,9 +111,8 @@ class Toolbox:
         return self.buffers.layers[layer].counters
 
     def _changes_residency(self, layer: int) -> bool:
-        """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
-        shape = self.shape
-        return shape.frames > 0 and self._tiers.has_digests(layer) and shape.min_budget < shape.columns
+        """Return `StepBuffers.evicts` of a layer."""
+        return self.buffers.evicts(layer)
 
     # --- selection ---
 

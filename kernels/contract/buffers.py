@@ -35,7 +35,7 @@ class Maps(NamedTuple):
     """``[layers, frames * requests]`` int32: the inverse; -1: the frame is empty or about to be overwritten."""
     importance: Tensor
     """``[layers, frames * requests]`` fp32: importance of the frame's page; -inf: the frame is empty; +inf: the page is
-    always selected, or the frame does not exist."""
+    always selected, or the frame does not exist, or the frame is empty and reserved for a page that is on its way."""
 
     def of(self, layer: int | slice) -> Maps:
         """Return the maps of one layer or of a slice of layers."""

@@ -129,7 +129,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     """Check that no frame, no residency map and no gauge knows of a request after all requests have ended."""
     runtime = engine.runtime
     gauges = runtime.gauges()
-    assert runtime.tiers.frames.running == 0
+    assert runtime.tiers.frames.running == runtime.tiers.prompt_frames.running == 0
     assert gauges["hybrid_frames_in_use"] == gauges["hybrid_resident_requests"] == 0
     if isinstance(runtime.executor, StepDriver) and not isinstance(runtime.method, FixedFrames):  # whose map is fixed
         maps = runtime.executor.buffers.maps

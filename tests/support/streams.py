@@ -50,6 +50,8 @@ class Streams:
         self.by_kind: dict[str, int] = {}  # launches, by what they are
         self.bus: dict[str, list[int]] = {}  # of replayed graphs: bytes of pinned memory that each kind read and wrote
         self.measured: list[int] | None = None  # those of the kind that runs
+        # The same of launches outside of graphs, by kind and whether the stream is the default one; None: not counted.
+        self.traffic: dict[tuple[str, bool], list[int]] | None = None
         self.programs: dict[str, int] = {}  # of a launch of each kind, at most
         self.variants: set[Hashable] = set()  # of kernels, that a GPU would have compiled
 
@@ -68,6 +70,8 @@ class Streams:
             self.graph.keep(self.current, work, kind)
             return
         self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+        if self.traffic is not None:
+            work = partial(self._measure, work, self.traffic.setdefault((kind, self.current is None), [0, 0]))
         if self.late:
             self._push(self.current, work)
         else:
