@@ -74,7 +74,7 @@ ENGINE_VENV  := $(VENV)
 ENGINE_READY := $(PACKAGE_STAMP)
 endif
 
-.PHONY: help machine venv install sglang-engine ipex model serve test test-versions families test-fast test-nixl test-sglang test-install lint mypy format lock clean docs pages wheel
+.PHONY: help machine venv install sglang-engine ipex model serve test test-versions families test-fast test-nixl test-gpu-session test-sglang test-install lint mypy format lock clean docs pages wheel
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -250,6 +250,9 @@ test-fast: test-install ## Run the quick tests, which need no engine: two minute
 test-nixl: test-install ## Prompts on one vLLM server, answers on another, through NIXL, which wants two cores for itself
 	HYBRID_TEST_NIXL=1 $(PY) -m pytest tests/engines/vllm/test_disaggregated.py -v --durations 20
 
+test-gpu-session: test-install ## Rehearse bench.gpu_session on the simulated GPU: half an hour on two quiet cores
+	HYBRID_TEST_GPU_SESSION=1 $(PY) -m pytest tests/engines/vllm/test_gpu_session.py -v --durations 20
+
 families: test-install ## Serve a tiny model of every family, stock and hybrid, on vLLM's CPU engine
 	$(PY) -m pytest tests/engines/vllm/test_families.py -q
 
@@ -331,7 +334,7 @@ clean: ## Remove all environments and everything built (fetched models in .cache
 
 # -- measure -------------------------------------------------------------------------------------------------
 
-.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu soak simulate simulate-traffic capacity
+.PHONY: bench bench-accuracy bench-cpu bench-selection bench-selection-quality compile-triton bench-gpu bench-gpu-session soak simulate simulate-traffic capacity
 .PHONY: bench-decode-cpu compare bench-hgca bench-peers llama-server
 
 bench: test-install model ## Serving: request rates, hybrid against stock (BENCH_ARGS, see docs/lab/throughput.md)
@@ -364,6 +367,9 @@ compile-triton: test-install ## Every Triton kernel compiled for six kinds of GP
 bench-gpu: test-install ## On a GPU: the kernels against the copy rates and FlashInfer's, then decode throughput against the stock backends
 	$(PY) -m bench.gpu_kernels
 	$(PY) -m bench.gpu_decode
+
+bench-gpu-session: test-install ## On a GPU: what fits MINUTES, the most valuable first; again, and it goes on where it ended (docs/lab/cuda.md)
+	$(PY) -m bench.gpu_session --budget $(MINUTES) $(BENCH_ARGS)
 
 soak: test-install ## Random jobs and aborts on the native worker pool (MINUTES=10)
 	$(PY) -m bench.soak --minutes $(MINUTES)

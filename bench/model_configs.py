@@ -5,6 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # Of no model: what a simulated GPU decodes in seconds (bench/gpu_session/rehearsal.py).
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 49152,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "initializer_range": 0.2,
+    },
     # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -35,15 +35,21 @@ CONNECTOR = {
 FLAGS = ("--load-format", "dummy", "--kv-transfer-config", json.dumps(CONNECTOR))
 
 
-def write_shape(name: str, folder: Path) -> Path:
-    """Write a model directory with the shape's configuration and the demo model's tokenizer.
-
-    The tokenizer only has to have a name for each id that random weights may choose.
-    """
+def write_config(name: str, folder: Path) -> Path:
+    """Write a model directory with the shape's configuration alone, for engines that need no tokenizer."""
     target = folder / f"{name}-shape"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(SHAPES[name]))
-    for file in fetch("smollm2-135m-instruct").iterdir():
+    return target
+
+
+def write_shape(name: str, folder: Path, tokenizer_folder: Path | None = None) -> Path:
+    """Write a model directory with the shape's configuration and a tokenizer, by default the demo model's.
+
+    The tokenizer only has to have a name for each id that random weights may choose.
+    """
+    target = write_config(name, folder)
+    for file in (tokenizer_folder or fetch("smollm2-135m-instruct")).iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges")):
             shutil.copy(file, target)
     tokenizer = json.loads((target / "tokenizer.json").read_text())

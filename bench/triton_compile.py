@@ -31,7 +31,16 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import RequestBoxes
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Counters, Maps, Sample
+from hybrid_backend.kernels.operations import (
+    AGGREGATES,
+    SIMILARITIES,
+    Copies,
+    Counters,
+    Maps,
+    RowStates,
+    Sample,
+    Selection,
+)
 from hybrid_backend.kernels.triton import operations as kernels
 from hybrid_backend.kernels.triton import predict, questions, residency, signal
 from hybrid_backend.methods.selective import MOST_FRAMES
@@ -185,6 +194,10 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
             kernels.take_sample(q, predicted, ids, tokens, table, line, line[:1], line[:1], line[:1], box)
         for parts in (1, 32):
             partials = kernels.paged_partial(q, host, ids, tokens, dim**-0.5, parts)
+            if lists == kv_heads:
+                heads_of_pages = host.flatten(0, 1)[:, None]
+                for kv, chosen in ((heads_of_pages, None), (heads_of_pages, ids), (host, ids[:, :1])):
+                    kernels.paged_partial(q, kv, chosen, tokens, dim**-0.5, parts, begins=tokens)
             for other in (None, cpu):
                 for sinks in (None, cpu[1][0]):
                     kernels.merge_partials(*partials, other, dtype, sinks)
@@ -201,6 +214,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.append_tokens(new, new, host, line, long, digests=rounded)
     kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
     kernels.append_tokens(new, new, host, line, long)
+    kernels.append_tokens(new, new, host, line, line, heads=long)
     kernels.store_tokens(new, new, host, line, long)
     kernels.extend_digests(new, digests, line, 3, page)
     whole = torch.empty(2 * page, kv_heads, dim, dtype=dtype)
@@ -220,20 +234,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
                     )
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
             for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
+                mailbox = None if counted is None else (ids, tokens)
                 chosen = kernels.select_pages(
-                    scores,
-                    line,
-                    line,
-                    line,
-                    line,
-                    resident,
-                    table[:, :width],
-                    page,
-                    1,
-                    2,
-                    k,
-                    counted,
-                    None if counted is None else (ids, tokens),
+                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted, mailbox
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))
@@ -273,9 +276,26 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     flags = torch.zeros(rows, 16, dtype=torch.int32)
     boxes = RequestBoxes(q, table, line, line, *cpu, flags, flags, flags)
     questions.ask_rows(boxes, q, table, line, line, line, 3, line)
-    for waits in (False, True):
-        questions.take_rows(boxes, line, line, line, *cpu, line, long, long, waits)
+    states = RowStates(*[line] * len(RowStates._fields))
+    questions.take_rows(boxes, 3, line, states, line, line, *cpu, long, long, long.expand(4, -1), line, counters)
+    published = torch.zeros(8, rows, 2, dtype=torch.int32)
+    questions.publish(states, line[:1], published)
+    hidden, saved = q.flatten(1), torch.empty(rows + 1, 2, heads * dim)
+    for residual, tokens in ((hidden, None), (None, None), (hidden, long)):
+        questions.move_inputs(states, 3, hidden, residual, tokens, long, saved)
+    plan_heads(kv_heads, page)
     predict_all(q)
+
+
+def plan_heads(kv_heads: int, page: int) -> None:
+    """Compile the kernels that plan copies of pages of single KV heads."""
+    lists, ranks = torch.zeros(4 * kv_heads, 1, 64, dtype=torch.int32), torch.zeros(kv_heads, dtype=torch.int32)
+    number, frames = lists[:, :, 0], lists[:, 0, :60].contiguous()
+    chosen = Selection(lists, number, lists, number, number, lists, lists, number)
+    kernels.plan_load(chosen, number, number, frames, 1, frames)
+    table, line = torch.zeros(4, COLUMNS[0], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    for edges in ((0, 1, False), (1, 17, True)):
+        kernels.plan_stream(table, line, line, ranks, 2, 2, 3, 1000, page, *edges)
 
 
 def predict_all(q: torch.Tensor) -> None:

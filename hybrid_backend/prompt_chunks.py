@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
+from hybrid_backend.attention.prefill import KVBlock
 from hybrid_backend.batch import ModelSpec, PrefillRow, Step, whole_tokens
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.step import Executor, Method
 from hybrid_backend.step.method import AttendsPrompts, SeesPrompts
 from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.prompt_frames import ChunkPages
 
 
 class PromptChunks:
@@ -50,29 +54,69 @@ class PromptChunks:
         if step.fills_prefix and not self._model.parks:
             pages = step.write_pages
         k, v = (whole_tokens(x[: step.num_tokens]) for x in (k, v))
-        k, v = tiers.write_back.store(layer, k, v, pages, offsets)
-        tiers.whole.append(layer, pages, offsets, k, v)
-        tiers.append_heads(layer, pages, offsets, k, v)
+        k, v = tiers.store_prompts(layer, k, v, pages, offsets)
+        next_layer = self._next_streamed(layer)
         if step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows)):
             # The prefix of a chunk may be in pages that another row writes in this step.
-            tiers.write_back.join()
-        owns = [] if self._in_place else tiers.prompts.own(q, k, v, [(row.start, row.end) for row in rows])
-        for i, row in enumerate(rows):
+            next_layer = None
+            if isinstance(self._method, AttendsPrompts) or any(tiers.reads_host(layer, row) for row in rows):
+                tiers.write_back.join()
+        partials = {} if self._in_place else self._partials(layer, rows, q, k, v)
+        for row in rows:
             chunk = slice(row.start, row.end)
             if tiers.has_digests(layer):
                 assert tiers.digests is not None
-                tiers.digests.extend(layer, row, k[chunk], tiers.write_back.join)
+                tiers.digests.extend(layer, row, k[chunk], tiers.write_back.join, tiers.begun_page(layer, row))
             if self._in_place is not None:
                 self._in_place.attend(layer, row, q, k, v, out)
             else:
-                out[chunk] = self._attend(layer, row, q[chunk], owns[i])
+                out[chunk] = self._attend(layer, row, q[chunk], *partials[row.request_id], next_layer)
             if isinstance(self._method, SeesPrompts):
                 self._method.saw_prompt(layer, row, q[chunk])
             self._executor.saw_prompt(layer, row, q[chunk])
 
-    def _attend(self, layer: int, row: PrefillRow, q: Tensor, own: Partial) -> Tensor:
-        """Return the exact attention of a prefill chunk. ``own`` is the attention of the chunk over itself."""
+    def _partials(
+        self, layer: int, rows: Sequence[PrefillRow], q: Tensor, k: Tensor, v: Tensor
+    ) -> dict[str, tuple[Partial, bool]]:
+        """Return the attention of each chunk by its request.
+
+        True: the partial is over all tokens of the sequence that the device holds, in one call for all such chunks.
+        False: the partial is over the chunk's own tokens.
+        """
+        prompts, in_pages = self._tiers.prompts, list[tuple[PrefillRow, Tensor, ChunkPages]]()
+        if prompts.attends_pages and not isinstance(self._method, AttendsPrompts):
+            resident = [(row, self._tiers.chunk_pages(layer, row)) for row in rows if row.earlier_tokens]
+            in_pages = [(row, *pages) for row, pages in resident if pages is not None and pages[1].tokens]
+        partials = dict[str, tuple[Partial, bool]]()
+        if in_pages:
+            chunks = [(row.start, row.end) for row, _, _ in in_pages]
+            lists = [(pages.ids, pages.tokens) for _, _, pages in in_pages]
+            attended = prompts.over_pages(q, in_pages[0][1], chunks, lists)
+            partials = {row.request_id: (out, True) for (row, _, _), out in zip(in_pages, attended, strict=True)}
+        others = [row for row in rows if row.request_id not in partials]
+        if others:
+            owns = prompts.own(q, k, v, [(row.start, row.end) for row in others])
+            partials |= {row.request_id: (own, False) for row, own in zip(others, owns, strict=True)}
+        return partials
+
+    def _next_streamed(self, layer: int) -> int | None:
+        """Return the next layer whose prompts stream what is not on the device; None after the last one."""
+        model, whole = self._model, self._tiers.whole.stores
+        layers = (later for later in range(layer + 1, model.num_layers) if model.window(later) is None)
+        return next((later for later in layers if later not in whole), None)
+
+    def _attend(
+        self, layer: int, row: PrefillRow, q: Tensor, partial: Partial, has_device_pages: bool, next_layer: int | None
+    ) -> Tensor:
+        """Return the exact attention of a prefill chunk, given its result of `_partials`.
+
+        ``next_layer`` is that of `HeadStream.blocks`.
+        """
+        tiers = self._tiers
         if isinstance(self._method, AttendsPrompts):
-            return self._method.prefill(layer, row, q, own)
-        before = self._tiers.prefix(layer, row.pages, row.seq_len - len(q))
-        return self._tiers.prompts.attend(q, own, before, self._model.sink(layer))
+            return self._method.prefill(layer, row, q, partial)
+        resident = tiers.chunk_pages(layer, row) if has_device_pages else None
+        before: Iterable[KVBlock] = tiers.before(layer, row, next_layer)
+        if resident is not None:
+            before = tiers.prefix(layer, resident[1].missing, resident[1].missing_tokens, next_layer=next_layer)
+        return tiers.prompts.attend(q, partial, before, self._model.sink(layer))

@@ -127,9 +127,12 @@ class HybridRuntime:
             # chunk before had one token and was run as a decode row.
             self._wait_for_decodes(row.request_id for row in step.prefill)
             for row in step.prefill:
-                self.executor.release(row.request_id)
+                if self.executor.holds(row.request_id):
+                    self.executor.release(row.request_id)
             if step.decode is not None:
                 self.executor.begin(step)
+            if step.prefill:
+                self.executor.begin_prompts(step)
         except WorkerError as error:
             self._fail(step, error)
         return step

@@ -31,14 +31,19 @@ from typing import Protocol
 from hybrid_backend.kernels.contract.attention import AttentionOperations
 from hybrid_backend.kernels.contract.buffers import (
     AGGREGATES,
+    FAILED,
+    NOWHERE,
     SIMILARITIES,
     Copies,
     Counters,
     Maps,
+    RowStates,
     Sample,
     Selection,
+    StreamPlan,
     check_one_query,
 )
+from hybrid_backend.kernels.contract.heads import HeadOperations
 from hybrid_backend.kernels.contract.judging import Judgement, JudgingOperations, LayerToJudge, PromptToJudge
 from hybrid_backend.kernels.contract.residency import ResidencyOperations
 from hybrid_backend.kernels.contract.selection import SelectionOperations
@@ -46,6 +51,8 @@ from hybrid_backend.kernels.contract.tokens import TokenOperations
 
 __all__ = [
     "AGGREGATES",
+    "FAILED",
+    "NOWHERE",
     "SIMILARITIES",
     "Copies",
     "Counters",
@@ -55,11 +62,15 @@ __all__ = [
     "Maps",
     "Operations",
     "PromptToJudge",
+    "RowStates",
     "Sample",
     "Selection",
+    "StreamPlan",
     "check_one_query",
 ]
 
 
-class Operations(TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, Protocol):
+class Operations(
+    TokenOperations, SelectionOperations, AttentionOperations, ResidencyOperations, HeadOperations, Protocol
+):
     """All operations of a module that implements the contract."""

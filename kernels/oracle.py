@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.head_oracle import plain_lists
+from hybrid_backend.kernels.head_oracle import plan_load as plan_load
+from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection
 
@@ -20,10 +23,11 @@ _INF = float("inf")
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None,
 ) -> None:  # fmt: skip
     kv_format, page_size = KvFormat.of(host), host.shape[3]
     rows = pages >= 0
+    k, v = (k, v) if heads is None else (k[:, heads], v[:, heads])
     k, v, pages, positions = k[rows], v[rows], pages[rows].long(), positions[rows].long()
     offset = positions % page_size
     kv_format.write(host, pages, offset, k, v)
@@ -177,7 +181,7 @@ def match_labels(
     if counters is not None:
         counters[Counters._fields.index("lookups")] += looked_up.sum()
         counters[Counters._fields.index("hits")] += (looked_up & hit).sum()
-    return missed.int()
+    return num_pages[:, None] * missed
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,10 +195,12 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
-    query_start: Tensor | None = None,
+    q: Tensor, kv: Tensor, ids: Tensor | None, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None, begins: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend all tokens in the first part; the other parts are empty."""
+    shape = len(q), q.shape[1], num_parts
+    q, ids, tokens = plain_lists(q, kv, ids, tokens, begins)
     queries, heads, dim = q.shape
     out = torch.zeros(queries, heads, num_parts, dim)
     lse = torch.full((queries, heads, num_parts), -_INF)
@@ -205,7 +211,8 @@ def paged_partial(
         weights, total = _softmax(logits)
         out[query, :, 0] = (weights @ values).flatten(0, 1)
         lse[query, :, 0] = total.flatten()
-    return out, lse
+    out, lse = out.view(*shape, dim), lse.view(shape)
+    return (out, lse) if into is None else (into[0].copy_(out), into[1].copy_(lse))
 
 
 def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:
@@ -256,7 +263,8 @@ def note_scores(
     count = num_pages[live][:, None]
     best = _numbers(scores[live]).amax(1).gather(1, pages.clamp(min=0))
     best = best.masked_fill(_always(pages, count, sinks, recent), _INF)
-    maps.importance[frames] = best.masked_fill(pages < 0, -_INF)
+    is_reserved = maps.importance[frames] == _INF
+    maps.importance[frames] = torch.where(pages < 0, torch.where(is_reserved, _INF, -_INF), best)
 
 
 def plan_recall(

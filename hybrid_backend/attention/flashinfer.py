@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -39,12 +40,17 @@ _MAX_ERROR = 5e-2
 """Largest accepted difference to fp32 attention, for 16-bit values with standard deviation 1."""
 
 _RAGGED, _DECODE = "BatchPrefillWithRaggedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
+_PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 _PLANNED = ("num_qo_heads", "num_kv_heads", "sm_scale", "q_data_type")
+_PAGES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 USED_API: dict[str, tuple[str, ...]] = {
     "single_prefill_with_kv_cache": ("q", "k", "v", "causal", "sm_scale", "return_lse"),
     _RAGGED: ("float_workspace_buffer", "kv_layout"),
     f"{_RAGGED}.plan": ("self", "qo_indptr", "kv_indptr", "head_dim_qk", "causal", "disable_split_kv", *_PLANNED),
     f"{_RAGGED}.run": ("self", "q", "k", "v", "return_lse"),
+    _PAGED: ("float_workspace_buffer", "kv_layout"),
+    f"{_PAGED}.plan": ("self", "qo_indptr", *_PAGES, "head_dim_qk", "page_size", "causal", *_PLANNED),
+    f"{_PAGED}.run": ("self", "q", "paged_kv_cache", "return_lse"),
     _DECODE: ("float_workspace_buffer", "kv_layout", "use_tensor_cores"),
     f"{_DECODE}.plan": ("self", "indptr", "indices", "last_page_len", "head_dim", "page_size", *_PLANNED),
     f"{_DECODE}.run": ("self", "q", "paged_kv_cache", "return_lse"),
@@ -95,7 +101,7 @@ def why_unfit(model: ModelSpec) -> str | None:
 
 def device_bytes() -> int:
     """Return the device memory of a `FlashInfer` instance, in bytes."""
-    return _WORKSPACE_BYTES + 2 * _PLAN_BYTES
+    return _WORKSPACE_BYTES + 3 * _PLAN_BYTES
 
 
 class FlashInfer:
@@ -127,7 +133,7 @@ class FlashInfer:
         return instance if error < _MAX_ERROR else f"it is off by {error:.3f} from PyTorch's attention in a trial"
 
     def _error(self, device: torch.device) -> float:
-        """Return the largest difference to fp32 attention, in a prefill chunk and in two decode steps with one plan."""
+        """Return the largest difference to fp32 attention, in prefill chunks and in two decode steps with one plan."""
         model, generator = self.decode.model, torch.Generator().manual_seed(0)
         heads, kv_heads, dim, page = model.num_heads, model.num_kv_heads, model.head_dim, 16
 
@@ -142,6 +148,12 @@ class FlashInfer:
         k, v = (torch.cat([earlier[:, i].transpose(0, 1), kv[2:, :, i]]) for i in range(2))
         errors = [_difference(out, q[2:], k, v, model.scale, first=20)]
         pages, counts = random(6, kv_heads, 2, page), torch.tensor([2 * page, page + 3])
+        listed = [torch.tensor(ids, dtype=torch.int32).to(device) for ids in ([4, 1], [0, 5])]
+        rows = [(0, 2), (2, 5)], [(ids, page + 3) for ids in listed]
+        partials = self.prompts.over_pages(q.to(device), pages.to(device), *rows)
+        for (start, end), (ids, count), partial in zip(*rows, partials, strict=True):
+            k, v = (pages[ids.cpu().long(), :, i].transpose(1, 2).flatten(0, 1)[:count] for i in range(2))
+            errors.append(_difference(partial.out, q[start:end], k, v, model.scale, first=count - (end - start)))
         for ids in (torch.tensor([[5, 1], [2, 0]]), torch.tensor([[3, 4], [0, 2]])):
             lists = ids.int()[:, None].to(device)
             out, _ = self.decode.attend(q[:2].to(device), pages.to(device), lists, counts)
@@ -160,16 +172,20 @@ def version(module: ModuleType) -> str:
 class FlashInferPrompts(Prompts):
     """Attention of prefill chunks by FlashInfer.
 
-    All chunks of a step attend themselves in one launch, which is planned once for all layers. Each block of earlier
+    All chunks of a step attend themselves in one launch, which is planned once for all layers. Chunks whose sequences
+    lie in pages on the device attend these in one launch, the earlier tokens included. Each block of other earlier
     tokens is another launch, without a plan.
     """
 
     head_axis = 1
+    attends_pages = True
 
     def __init__(self, module: ModuleType, workspace: Tensor, operations: Operations, model: ModelSpec) -> None:
         super().__init__(operations, model)
         self._over: Callable[..., tuple[Tensor, Tensor]] = module.single_prefill_with_kv_cache
         self._own = _Planned(getattr(module, _RAGGED)(float_workspace_buffer=workspace, kv_layout="NHD"))
+        self._paged = _Planned(getattr(module, _PAGED)(float_workspace_buffer=workspace, kv_layout="HND"))
+        self._indices = torch.empty(0)  # Pages of the current plan, which keeps a reference to the tensor.
 
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:
         # Decode rows between two chunks are attended as one more chunk, and the result is not used.
@@ -184,6 +200,29 @@ class FlashInferPrompts(Prompts):
         q, k, v = (x[first:last].contiguous() for x in (q, k, v))
         out, lse = _to_natural_log(*wrapper.run(q, k, v, return_lse=True))
         return [Partial(out[start - first : end - first], lse[start - first : end - first]) for start, end in chunks]
+
+    def over_pages(
+        self, q: Tensor, kv: Tensor, chunks: Sequence[tuple[int, int]], lists: Sequence[tuple[Tensor, int]]
+    ) -> list[Partial]:
+        model, page_size, bounds = self._model, kv.shape[3], [0]
+        for start, end in chunks:
+            bounds.append(bounds[-1] + end - start)
+        tokens = torch.tensor([count for _, count in lists])
+        pages = -(-tokens // page_size)
+        key = (page_size, *bounds, *tokens.tolist())
+        if not self._paged.is_planned(key):
+            self._indices = torch.empty(int(pages.sum()), dtype=torch.int32, device=q.device)
+        torch.cat([ids for ids, _ in lists], out=self._indices)
+        wrapper = self._paged.planned(
+            key, qo_indptr=torch.tensor(bounds, dtype=torch.int32),
+            paged_kv_indptr=torch.cat([pages.new_zeros(1), pages.cumsum(0)]).int(), paged_kv_indices=self._indices,
+            paged_kv_last_page_len=(tokens - (pages - 1) * page_size).int(), num_qo_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads, head_dim_qk=model.head_dim, page_size=page_size, causal=True,
+            sm_scale=model.scale, q_data_type=model.dtype,
+        )  # fmt: skip
+        queries = torch.cat([q[start:end] for start, end in chunks])
+        out, lse = _to_natural_log(*wrapper.run(queries, (kv[:, :, 0], kv[:, :, 1]), return_lse=True))
+        return [Partial(out[start:end], lse[start:end]) for start, end in pairwise(bounds)]
 
     def over(self, q: Tensor, block: KVBlock) -> Partial:
         k, v = block.k.transpose(0, 1), block.v.transpose(0, 1)

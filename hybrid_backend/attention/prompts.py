@@ -24,8 +24,28 @@ class Prompts(ABC):
     head_axis: ClassVar[int]
     """Dimension of the heads: 0: out is ``[heads, tokens, head_dim]``; 1: out is ``[tokens, heads, head_dim]``."""
 
+    attends_pages: ClassVar[bool] = False
+    """`over_pages` is implemented."""
+
     def __init__(self, operations: Operations, model: ModelSpec) -> None:
         self._operations, self._model = operations, model
+
+    def over_pages(
+        self, q: Tensor, kv: Tensor, chunks: Sequence[tuple[int, int]], lists: Sequence[tuple[Tensor, int]]
+    ) -> list[Partial]:
+        """Compute the causal attention of each chunk over listed pages, whose last tokens are the chunk's own.
+
+        Args:
+            q: queries of the batch, ``[tokens, heads, head_dim]``.
+            kv: ``[pages, kv_heads, 2, page_size, head_dim]`` on the device.
+            chunks: ``(start, end)`` tokens of each chunk in the batch, ascending.
+            lists: ``(ids, tokens)`` of each chunk: pages of ``kv`` ``[n]`` int32, all full but the last one, and the
+                number of tokens in these pages.
+
+        Returns:
+            A partial for each chunk.
+        """
+        raise NotImplementedError(f"{type(self).__name__} attends contiguous tokens")
 
     @abstractmethod
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:

@@ -47,6 +47,12 @@ class HeadInferConfig(Section):
     the second in 2 groups, then in 4, then in 8. Source: HeadInfer (500k, 1M, 2M, 4M tokens)."""
     resident_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
     """KV heads whose whole KV stays on the device as well. Source: default (none)."""
+    window_heads: Annotated[tuple[str, ...], list_of(named(r"\d+:\d+", "layer:head such as 3:1"), unique=True)] = ()
+    """KV heads that attend the first sinks pages and the last window_tokens tokens alone in decode steps; their other
+    pages are not read. With such heads, these pages of a running request lie on the device for all heads. Source:
+    default (none: every head attends every token; HeadInfer, appendix D, calls such heads streaming heads)."""
+    window_tokens: Annotated[int, integer(16)] = 256
+    """Last tokens that window_heads attend at least; rounded up to pages. Source: DuoAttention (256)."""
 
 
 class CloConfig(Section):

@@ -139,7 +139,8 @@ class WorkersConfig(Section):
     """Worker threads of each rank; auto is one per CPU in workers.cpus. Source: default."""
     cpus: Annotated[tuple[int, ...] | Literal["auto"], auto_or(list_of(integer(0), unique=True, empty=False))] = "auto"
     """CPU numbers that the workers of all ranks may run on. auto: one per physical core that no thread of the engine is
-    pinned to, divided among the ranks. Source: default."""
+    pinned to, divided among the ranks; beside GPUs less the cores of the engine's own processes, which are one per
+    rank, one for the API server and one for the engine core, and a quarter of the cores at most. Source: default."""
     numa: Annotated[int | Literal["auto"], auto_or(integer(0))] = "auto"
     """NUMA node whose CPUs the workers take when workers.cpus is auto; auto is that of the GPU, or of the
     engine's own threads. Source: default."""

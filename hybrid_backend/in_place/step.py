@@ -175,6 +175,9 @@ class InPlaceStep:
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
         raise NotImplementedError("the true query selects")
 
+    def begin_prompts(self, step: Step) -> None:
+        """Do nothing, because prompts are attended where they lie."""
+
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Do nothing, because no page is copied."""
 

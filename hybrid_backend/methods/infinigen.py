@@ -55,5 +55,4 @@ class InfiniGen(Selective):
             self.lookahead(step, layer, q)
         step.arrive(layer)
         resident = step.attend_resident(layer, q)
-        elsewhere = None if step.changes_residency(layer) else step.attend_missing(layer, q)
-        return step.merge(layer, resident, elsewhere, q.dtype)
+        return step.merge(layer, resident, step.attend_missing(layer, q), q.dtype)

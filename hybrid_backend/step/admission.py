@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,41 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps, Operations
 from hybrid_backend.tiers import Tiers
 
+FRESH = -2
+"""Frame of a page that has no token yet, and so needs no copy."""
+
+
+Filling = Literal["at once", "later", "recall"]
+"""Treatment of the chosen pages that are not on the device when a request begins to decode.
+
+The pages are copied before the step's first layer, or copied in parallel with the next steps (`Fills`), or left to the
+method, which recalls what it selects.
+"""
+
+
+class Missing(NamedTuple):
+    """Pages of one layer that were chosen for the frames of a request. All tensors are ``[n]``.
+
+    Attributes:
+        pages: logical pages, int32.
+        host_pages: host pages, int32.
+        frames: int32 frame that is reserved for a page that is not on the device; -1: none is.
+        importance: fp32.
+        resident: int32 frame of a page that is resident but must still be copied from the host; -1: no such page.
+    """
+
+    pages: Tensor
+    host_pages: Tensor
+    frames: Tensor
+    importance: Tensor
+    resident: Tensor
+
 
 class Admission:
-    """Fills the empty frames of a request that begins to decode, layer by layer.
+    """Chooses the pages for the frames of a request that begins to decode, layer by layer.
 
-    All pages of the request become resident if all fit. Otherwise the sink pages, the recent pages and the pages with
-    the highest scores become resident. The query of the prompt's last token gives the scores. A layer without digests,
+    All pages of the request are chosen if all fit. Otherwise the sink pages, the recent pages and the pages with
+    the highest scores are chosen. The query of the prompt's last token gives the scores. A layer without digests,
     or a request whose prompt queries are unknown, takes the last pages.
 
     A single query decides, because the last prefill chunk may be a single token, for example after a prefix-cache hit.
@@ -41,21 +72,27 @@ class Admission:
         """Drop the queries that `saw` kept for a request."""
         self._queries.pop(request_id, None)
 
-    def admit(self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Copy pages of one layer into the empty frames of a request and make them resident.
+    def admit(
+        self, layer: int, maps: Maps, request_id: str, index: int, table: Tensor, source: Tensor, filling: Filling
+    ) -> Missing:
+        """Choose the pages of one layer for the frames of a request, and make those resident that are on the device.
+
+        A page that is in a frame of the request stays there, and a page in a borrowed frame is copied on the device.
 
         Args:
             layer: index of the layer.
             maps: residency maps of the layer.
             request_id: the engine's id of the request.
             index: index of the request (`FramePool.index`).
-            table: block table of the sequence, ``[1, columns]`` int32 host pages, including the page of the next token.
-            num_pages: pages of the sequence.
+            table: block table of the sequence, ``[1, num_pages]`` int32, including the page of the next token.
+            source: ``[num_pages]`` int32 frame that holds each page (`PromptFrames.take`); -1: none; `FRESH`: the page
+                has no token yet.
+            filling: what becomes of the chosen pages that are not on the device.
 
         Returns:
-            Number of pages that were copied.
+            The chosen pages that are not on the device.
         """
-        config = self._config
+        config, frames, num_pages = self._config, self._tiers.frames, table.shape[1]
         digests = self._tiers.digest_layer(layer)
         query = None if digests is None else self._queries.get(request_id, {}).get(layer)
         # A GPU pads the table to the width of decode steps, so that no kernel is compiled for another width.
@@ -64,10 +101,25 @@ class Admission:
         pages, importance = best_pages(
             self._ops, config, query, digests, table, num_pages, maps.size, self._model.scale
         )
-        frames = place(maps, index, pages, importance)
+        source = source[pages.long()]
+        # The page of the next token is always resident, even if its earlier tokens are on the host alone.
+        is_resident = (source != -1) | (pages == num_pages - 1) | (filling == "at once")
+        is_reserved = ~is_resident if filling == "later" else torch.zeros_like(is_resident)
+        if filling == "later" and len(pages) == maps.size:
+            # One frame stays free for the next page that the request begins.
+            least = torch.where(is_reserved, importance, float("inf")).argmin()
+            is_reserved = is_reserved.index_fill(0, least, False)
+        targets = frames_for(maps, index, source)
+        of_empty = torch.where(is_reserved, float("inf"), float("-inf"))
+        place(maps, index, pages, targets, torch.where(is_resident, importance, of_empty), is_resident)
+        store = frames.layers[layer]
+        is_moved = (source >= 0) & (source != targets)
+        self._ops.copy_pages(store, store, source, torch.where(is_moved, targets, -1))
         host_pages = table[0, pages.long()].contiguous()
-        self._ops.copy_pages(self._tiers.host.views[layer], self._tiers.frames.layers[layer], host_pages, frames)
-        return len(pages)
+        return Missing(
+            pages, host_pages, torch.where(is_reserved, targets, -1), importance,
+            torch.where(is_resident & (source == -1), targets, -1),
+        )  # fmt: skip
 
 
 def best_pages(
@@ -97,7 +149,7 @@ def best_pages(
     """
     if num_pages <= frames:
         pages = torch.arange(num_pages, dtype=torch.int32, device=table.device)
-        return pages, _age_importance(pages, config)
+        return pages, age_importance(pages, config)
     page_counts = torch.full((1,), num_pages, dtype=torch.int32, device=table.device)
     if query is None or digests is None:
         scores = torch.arange(table.shape[1], dtype=torch.float32, device=table.device)[None, None]
@@ -114,26 +166,45 @@ def best_pages(
     )  # fmt: skip
     pages = selected.pages[0, 0]
     if query is None or digests is None:
-        return pages, _age_importance(pages, config)
+        return pages, age_importance(pages, config)
     is_always_selected = (pages < config.sinks) | (pages >= num_pages - config.recent)
     return pages, scores[0, 0, pages.long()].masked_fill(is_always_selected, float("inf"))
 
 
-def place(maps: Maps, index: int, pages: Tensor, importance: Tensor) -> Tensor:
-    """Enter pages into the residency maps of one layer, in the first frames of a request whose frames are empty.
+def frames_for(maps: Maps, index: int, source: Tensor) -> Tensor:
+    """Return a frame of a request for each of its pages in one layer: ``[n]`` int32, all different.
 
-    ``pages`` are logical pages ``[n]`` int32, and ``importance`` is ``[n]`` fp32. The result is the frame of each page,
-    ``[n]`` int32.
+    Args:
+        maps: residency maps of the layer.
+        index: index of the request (`FramePool.index`).
+        source: ``[n]`` int32 frame that holds each page, negative for none; at most as many pages as the request has
+            frames. A page in a frame of the request keeps it.
     """
-    requests = len(maps.frame_of)
-    frame_slice = slice(index, index + len(pages) * requests, requests)
-    frames = torch.arange(frame_slice.start, frame_slice.stop, requests, dtype=torch.int32, device=pages.device)
-    maps.frame_of[index, pages.long()] = frames
-    maps.page_of[frame_slice] = pages
-    maps.importance[frame_slice] = importance
-    return frames
+    requests, size = len(maps.frame_of), maps.size
+    is_placed = (source >= 0) & (source % requests == index)
+    own_slots = torch.where(is_placed, source // requests, size).long()
+    taken = torch.zeros(size + 1, dtype=torch.int32, device=source.device).index_fill_(0, own_slots, 1)
+    free = taken[:size].argsort(stable=True)
+    slots = torch.where(is_placed, own_slots, free[((~is_placed).cumsum(0) - 1).clamp(min=0)])
+    return (index + slots * requests).int()
 
 
-def _age_importance(pages: Tensor, config: HybridConfig) -> Tensor:
+def place(maps: Maps, index: int, pages: Tensor, frames: Tensor, importance: Tensor, is_resident: Tensor) -> None:
+    """Enter pages into the residency maps of one layer of a request whose map is empty.
+
+    Args:
+        maps: residency maps of the layer.
+        index: index of the request (`FramePool.index`).
+        pages: ``[n]`` int32 logical pages.
+        frames: ``[n]`` int32 frame of each page (`frames_for`).
+        importance: ``[n]`` fp32 importance of each frame.
+        is_resident: ``[n]`` bool, false for pages whose frame is still empty.
+    """
+    maps.frame_of[index, pages.long()] = torch.where(is_resident, frames, -1)
+    maps.page_of[frames.long()] = torch.where(is_resident, pages, -1)
+    maps.importance[frames.long()] = importance
+
+
+def age_importance(pages: Tensor, config: HybridConfig) -> Tensor:
     """Return an importance that evicts the oldest page first and never a sink page."""
     return pages.float().masked_fill(pages < config.sinks, float("inf"))

@@ -82,6 +82,11 @@ class StepBuffers:
             self._inputs_of_rows[rows] = self.inputs.first(rows)
         return self._inputs_of_rows[rows]
 
+    def evicts(self, layer: int) -> bool:
+        """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
+        shape = self.shape
+        return shape.frames > 0 and self.layers[layer].digests is not None and shape.min_budget < shape.columns
+
     def budgets_of(self, layer: int, inputs: StepInputs) -> Tensor:
         """Return the budget of ``layer`` for each row of ``inputs``, ``[rows]`` int32 pages."""
         return inputs.budgets if self.layer_budgets is None else inputs.layer_budgets[self.layers[layer].position]

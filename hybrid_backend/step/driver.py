@@ -18,6 +18,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.observe.stats import Stats
+from hybrid_backend.step.admission import Filling
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention, MailboxCpuAttention, PoolCpuAttention
@@ -74,7 +75,10 @@ class StepDriver:
             self._residency = FixedResidency(tiers, self.buffers.maps, method.frame_of, method.held_pages)
         elif shape.frames:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
-            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps)
+            fillings = {layer: self._filling(layer) for layer in maps}
+            is_guessing = self._looks_ahead and config.lookahead.partial_query == "predicted"
+            guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
+            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings, guessed)
         if isinstance(method, TakesWorkers):
             method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"
@@ -96,6 +100,14 @@ class StepDriver:
         )
         self.samples = self._make_samples(stats)
         self._inputs = InputWriter(config, tiers, self.buffers)
+
+    def _filling(self, layer: int) -> Filling:
+        """Return what becomes of pages that a request does not find on the device when it begins to decode."""
+        if not self._method.attends_selection:
+            return "at once"  # The method attends a window that it expects in the frames.
+        if not self._method.uses_workers and self.buffers.evicts(layer):
+            return "recall"  # The device attends all selected pages itself, and the method recalls those it selects.
+        return "later"
 
     def _make_samples(self, stats: Stats) -> Samples:
         """Return the samples of this device tier. A GPU samples only methods that attend the selected pages."""
@@ -126,6 +138,11 @@ class StepDriver:
             self._counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=layers)
         self._method.begin_decode(self.toolbox, rows)
 
+    def begin_prompts(self, step: Step) -> None:
+        """Give frames to the prefill chunks of a step (`Residency.begin_prompts`)."""
+        if self._residency is not None:
+            self._residency.begin_prompts(step)
+
     def _admit(self, rows: DecodeRows, r: int) -> int:
         """Return the index of the request of row ``r``, after admitting the request if it begins to decode."""
         frames, request_id = self._tiers.frames, rows.request_ids[r]
@@ -134,7 +151,9 @@ class StepDriver:
             index = frames.allocate(request_id)
             if self._residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
-                self._tiers.copied_pages += self._residency.admit(request_id, index, table, pages)
+                self._tiers.copied_pages += self._residency.admit(request_id, index, table, int(rows.seq_lens[r]))
+                if self._residency.lacks(index):
+                    self._inputs.defer_recall(index)
         self._inputs.pages_of_index[index] = pages
         return index
 
@@ -151,6 +170,8 @@ class StepDriver:
         sampled = self.samples.begin(number, rows, judged.nonzero().flatten().tolist(), indices)
         self._inputs.write(number, rows, indices, budgets, sampled)
         is_resident = not self._sparse_rows and int(rows.num_pages.max()) <= self.buffers.shape.frames
+        if self._residency is not None and any(map(self._residency.lacks, indices)):
+            is_resident = False
         self.toolbox.open(rows.seq_lens, is_resident)
 
     def abandon(self) -> None:
@@ -259,7 +280,7 @@ class StepDriver:
         inputs, buffers = self.buffers.inputs_of(q.shape[0]), self.buffers.layers[layer]
         # The lookahead reads the digests that `append_tokens` changes.
         self._await_lookahead(layer)
-        pages = inputs.pages if self.waiting is None else self.waiting.stored(inputs.pages)
+        pages = inputs.pages if self.waiting is None else self.waiting.stored(len(q))
         self._tiers.operations.append_tokens(
             k, v, buffers.host, pages, inputs.positions, buffers.frames, inputs.requests, buffers.frame_of,
             buffers.digests,

@@ -15,6 +15,9 @@ class Executor(Protocol):
     def begin(self, step: Step) -> None:
         """Open a step that has decode rows, after abandoning a step that is still open."""
 
+    def begin_prompts(self, step: Step) -> None:
+        """Prepare for the prefill chunks of a step, after `begin` if the step also has decode rows."""
+
     def abandon(self) -> None:
         """Cancel the work of the open step, whose forward pass raised an error."""
 

@@ -60,6 +60,13 @@ class InputWriter:
         for index in indices:
             self._ages[index] += 1
 
+    def defer_recall(self, index: int) -> None:
+        """Let a request recall at each layer's interval, and not in all layers in its first step.
+
+        A request of which no page is on the device would copy its whole selection in that step.
+        """
+        self._ages[index] = 1
+
     def clear(self) -> None:
         """Make all rows padding rows."""
         # The step number stays, so that a replayed CUDA graph does not wait for a result that never comes.

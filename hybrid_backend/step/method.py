@@ -196,8 +196,8 @@ class WaitingRows(Protocol):
     def layer_input(self, layer: int, rows: DecodeRows, hidden: Tensor, residual: Tensor | None) -> None:
         """Save or restore, in place, the layer input ``[tokens, hidden]`` of rows that park or go on at this layer."""
 
-    def stored(self, pages: Tensor) -> Tensor:
-        """Return ``pages`` ``[rows]`` int32, the host pages of the new tokens, with -1 in rows that store no token."""
+    def stored(self, rows: int) -> Tensor:
+        """Return the host pages of the new tokens of ``rows`` rows, int32; -1 for a row that stores no token."""
 
     def end(self, number: Tensor) -> None:
         """Publish the layer at which each row is parked, after the last layer of step ``number`` ``[1]`` int32."""

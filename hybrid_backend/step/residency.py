@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, sent
+from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Maps
-from hybrid_backend.step.admission import Admission
+from hybrid_backend.step.admission import FRESH, Admission, Filling, age_importance
+from hybrid_backend.step.fills import Fills
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepState
 
@@ -22,11 +23,21 @@ class Residency(Protocol):
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Take note of a prefill chunk that was attended in ``layer`` with ``q`` ``[chunk, heads, head_dim]``."""
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        """Fill the frames of a request that begins to decode, in all layers; return the number of copied pages.
+    def begin_prompts(self, step: Step) -> None:
+        """Give frames to the prefill chunks of a step, after `admit` and `open` of the same step."""
 
-        ``table`` is the block table ``[1, num_pages]`` int32; ``index`` is the request index (`FramePool.index`).
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
+        """Fill the frames of a request that begins to decode, in all layers; return the number of pages copied at once.
+
+        Args:
+            request_id: the engine's id of the request.
+            index: request index (`FramePool.index`).
+            table: block table ``[1, pages]`` int32 of the sequence.
+            seq_len: tokens of the sequence, including the one that the step computes.
         """
+
+    def lacks(self, index: int) -> bool:
+        """Tell whether a request began to decode without all of its pages on the device."""
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Prepare the frames for a step whose inputs are written; return the number of copied pages.
@@ -45,18 +56,42 @@ class Residency(Protocol):
 class MappedResidency:
     """Residency in which a page may be in any frame of its request, in each layer a different one.
 
-    A request begins with its most important pages (`Admission`). At the beginning of a step, the recalls of earlier
-    steps become resident, and a token that opens a page gets a frame for the page.
+    A prompt keeps its KV in frames (`PromptFrames`). A request begins with its most important pages (`Admission`). The
+    pages that its prompt left on the device are resident at once, and the others are copied in parallel with the next
+    steps (`Fills`). At the beginning of a step, the recalls of earlier steps become resident, and a token that opens a
+    page gets a frame for the page.
     """
 
     shared_pages = None
     """Always None, because each request has its own frames."""
 
     def __init__(
-        self, config: HybridConfig, model: ModelSpec, tiers: Tiers, state: StepState, maps: dict[int, Maps]
+        self,
+        config: HybridConfig,
+        model: ModelSpec,
+        tiers: Tiers,
+        state: StepState,
+        maps: dict[int, Maps],
+        fillings: Mapping[int, Filling],
+        guessed_layers: Collection[int],
     ) -> None:
+        """Begin without requests.
+
+        Args:
+            config: page size, sinks, and what selects pages.
+            model: shapes on this rank.
+            tiers: host pool and frames.
+            state: buffers of the steps.
+            maps: residency maps of each layer with frames.
+            fillings: what becomes, in each layer, of pages that a request does not find on the device.
+            guessed_layers: layers whose missing pages the CPU attends with a predicted query. A request that fits its
+                frames is exact, so it does not begin without a page in these layers.
+        """
         self._config, self._tiers, self._state, self._maps = config, tiers, state, maps
+        self._fillings, self._guessed_layers = fillings, guessed_layers
         self._admission = Admission(config, model, tiers)
+        self._fills = Fills(tiers, state, {layer: position for position, layer in enumerate(maps)})
+        self._lacking: set[int] = set()
         self._has_recalls = state.copies.frames.shape[2] > 0
         requests = tiers.frames.requests
         # Frames that a layer does not have get infinite importance, so that no operation evicts a page from them.
@@ -67,25 +102,80 @@ class MappedResidency:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         self._admission.saw(layer, row, q)
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        copied = sum(
-            self._admission.admit(layer, maps, request_id, index, table, num_pages)
-            for layer, maps in self._maps.items()
-        )
+    def begin_prompts(self, step: Step) -> None:
+        self._tiers.prompt_frames.begin(step)
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
+        requests, copied = self._tiers.frames.requests, 0
+        frames = self._tiers.prompt_frames.take(request_id, seq_len - 1)
+        fits = table.shape[1] <= self._tiers.frames.size
+        if fits and all(frame >= 0 and frame % requests == index for frame in frames):
+            self._enter(index, frames)
+        else:
+            frames += [FRESH] * (table.shape[1] - len(frames))
+            copied = self._choose(request_id, index, table, frames)
         self._admission.forget(request_id)
         return copied
+
+    def _choose(self, request_id: str, index: int, table: Tensor, frames: list[int]) -> int:
+        """Choose pages for the frames of a request; return the number of copied pages.
+
+        ``frames`` has the frame that holds each page, -1 for none, `FRESH` for a page without tokens.
+        """
+        tiers, copied = self._tiers, 0
+        source = sent(torch.tensor(frames, dtype=torch.int32), table.device)
+        lacks_earlier, lacks_last = -1 in frames[:-1], frames[-1] == -1
+        fits = len(frames) <= tiers.frames.size
+        for layer, maps in self._maps.items():
+            filling = self._fillings[layer]
+            if filling == "later" and fits and layer in self._guessed_layers:
+                filling = "at once"
+            missing = self._admission.admit(layer, maps, request_id, index, table, source, filling)
+            if lacks_earlier and filling == "later":
+                self._fills.add(layer, index, missing)
+            if lacks_last or (lacks_earlier and filling == "at once"):
+                store = tiers.frames.layers[layer]
+                tiers.operations.copy_pages(tiers.host.views[layer], store, missing.host_pages, missing.resident)
+                copied += self._absent(frames, maps.size) if filling == "at once" else 1
+            if lacks_earlier and filling != "at once":
+                self._lacking.add(index)
+        return copied
+
+    def _absent(self, frames: list[int], size: int) -> int:
+        """Count the absent pages among those that a layer without digests chooses: the first and the last ones."""
+        sinks = self._config.sinks if len(frames) > size else 0
+        return (frames[:sinks] + frames[sinks - min(size, len(frames)) :]).count(-1)
+
+    def lacks(self, index: int) -> bool:
+        return index in self._lacking
+
+    def _enter(self, index: int, frames: list[int]) -> None:
+        """Make all pages of a request resident in the frames that hold them, without a copy."""
+        maps, pages = self._state.maps, torch.arange(len(frames), dtype=torch.int32, device=self._tiers.device)
+        ids = sent(torch.tensor(frames, dtype=torch.int32), self._tiers.device)
+        maps.frame_of[:, index, : len(frames)] = ids
+        maps.page_of[:, ids.long()] = pages
+        maps.importance[:, ids.long()] = age_importance(pages, self._config)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         operations, maps, inputs = self._tiers.operations, self._state.maps, self._state.inputs
         if self._has_recalls:
             operations.commit_pages(maps, self._state.copies, self._tiers.frames.generation)
+        self._fills.commit()
+        self._fills.begin()
         page_size, sinks = self._config.page_size, self._config.sinks
+        for index, tokens in zip(indices, rows.seq_lens.tolist(), strict=True):
+            if tokens % page_size == 1:
+                self._fills.make_room(index)
         operations.open_pages(maps, inputs.requests, inputs.pages, inputs.positions, page_size, sinks)
         return 0
 
     def release(self, request_id: str, index: int | None) -> None:
         self._admission.forget(request_id)
+        self._tiers.prompt_frames.release(request_id)
         if index is not None:
+            self._fills.release(index)
+            self._lacking.discard(index)
             maps, requests = self._state.maps, self._tiers.frames.requests
             maps.frame_of[:, index] = -1
             maps.page_of[:, index::requests] = -1
@@ -121,12 +211,19 @@ class FixedResidency:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Do nothing, because the frame of a page does not depend on queries."""
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
-        tiers, pages = self._tiers, sent(self._admitted_pages(num_pages), self._tiers.device)
+    def begin_prompts(self, step: Step) -> None:
+        """Do nothing: prompts of this residency stream their earlier tokens from the host pool."""
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
+        tiers, pages = self._tiers, sent(self._admitted_pages(table.shape[1]), self._tiers.device)
         host_pages, frames = table[0, pages].contiguous(), self._frame_of[0, index, pages].contiguous()
         for layer, store in tiers.frames.layers.items():
             tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
         return len(pages) * len(tiers.frames.layers)
+
+    def lacks(self, index: int) -> bool:
+        """Return False, because admission copies all pages that the method attends on the device."""
+        return False
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Return 0, because the frame of a new page is already in the map."""

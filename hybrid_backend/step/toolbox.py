@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,22 @@ from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.side_stream import side_stream
+
+
+class PageLists(NamedTuple):
+    """Lists of pages in one store that a layer attends (`Operations.paged_partial`)."""
+
+    kv: Callable[[], Tensor]
+    """Function that returns the store; it is called when the earlier stores of a result have been attended."""
+    ids: Tensor | None
+    """``[rows, 1 | lists, n]`` int32 pages of the store; None: all pages in their order."""
+    tokens: Tensor
+    """``[rows, lists]`` int32 tokens of each list."""
+    limit: int
+    """Largest number of pages in a list."""
+    begins: Tensor | None = None
+    """``[rows, lists]`` int32 tokens at the beginning of each list that are left out; None: 0."""
+
 
 Partials = tuple[Tensor, Tensor]
 """``(out, lse)`` of attention over some keys: ``[rows, heads, parts, head_dim]`` and ``[rows, heads, parts]``.
@@ -91,10 +110,9 @@ class Toolbox:
         """Return the counters of ``layer`` on the device tier, ``[COUNTERS]`` int64 (`kernels.operations.Counters`)."""
         return self.buffers.layers[layer].counters
 
-    def changes_residency(self, layer: int) -> bool:
-        """Tell whether pages can be evicted from frames of ``layer``. A layer that attends every page evicts none."""
-        shape = self.shape
-        return shape.frames > 0 and self._tiers.has_digests(layer) and shape.min_budget < shape.columns
+    def _changes_residency(self, layer: int) -> bool:
+        """Return `StepBuffers.evicts` of a layer."""
+        return self.buffers.evicts(layer)
 
     # --- selection ---
 
@@ -172,8 +190,11 @@ class Toolbox:
         )
 
     def attend_missing(self, layer: int, q: Tensor) -> Partials | None:
-        """Attend, on the device, the selected pages that are only in host memory; None if there are no frames."""
-        if not self.shape.frames:
+        """Attend, on the device, the selected pages that are only in host memory.
+
+        None: there are no frames, or `arrive` has made all selected pages resident.
+        """
+        if not self.shape.frames or self._changes_residency(layer):
             return None
         selection = self._selections[layer][0]
         # Missing pages are full: the page that grows is always resident.
@@ -198,9 +219,30 @@ class Toolbox:
         """
         if host_tokens is not None and self._tiers.decode is not None and not self.is_captured:
             return self._tiers.decode.attend(q, kv, ids, host_tokens)
-        limit = ids.shape[2] if limit is None else limit
-        num_parts = self._ops.parts_for(q.shape[0], kv.shape[1], limit * self._config.page_size, self._processors)
+        num_parts = self._num_parts(q, ids.shape[2] if limit is None else limit)
         return self._ops.paged_partial(q, kv, ids, tokens, self._model.scale, num_parts)
+
+    def attend_stores(self, q: Tensor, stores: Sequence[PageLists]) -> Partials:
+        """Attend lists of pages in several stores; the partials of all stores are the parts of one result.
+
+        A merge of this result is one launch, whereas each store's own partials would need a launch more.
+        """
+        rows, heads, dim = q.shape
+        counts = [self._num_parts(q, store.limit) for store in stores]
+        out = q.new_empty(rows, heads, sum(counts), dim, dtype=torch.float32)
+        lse, first = q.new_empty(rows, heads, sum(counts), dtype=torch.float32), 0
+        for store, num_parts in zip(stores, counts, strict=True):
+            into = out[:, :, first : first + num_parts], lse[:, :, first : first + num_parts]
+            self._ops.paged_partial(
+                q, store.kv(), store.ids, store.tokens, self._model.scale, num_parts, begins=store.begins, into=into
+            )
+            first += num_parts
+        return out, lse
+
+    def _num_parts(self, q: Tensor, limit: int) -> int:
+        """Return the parts of a list of up to ``limit`` pages. A row of ``q`` has all heads or those of one KV head."""
+        lists = q.shape[0] * q.shape[1] * self._model.num_kv_heads // self._model.num_heads
+        return self._ops.parts_for(lists, 1, limit * self._config.page_size, self._processors)
 
     def merge(self, layer: int, partials: Partials, extra: Partials | None, dtype: torch.dtype) -> Tensor:
         """Merge the partials of a layer, and the model's attention sinks, to ``[rows, heads, head_dim]``.
@@ -235,7 +277,7 @@ class Toolbox:
             layer: index of the layer.
             at_once: recall in every row; otherwise only in rows whose recall interval has passed.
         """
-        if not self.changes_residency(layer):
+        if not self._changes_residency(layer):
             return
         selection, scores = self._selections[layer]
         config, inputs, buffers = self._config, self.inputs(scores.shape[0]), self.buffers.layers[layer]
@@ -283,7 +325,7 @@ class Toolbox:
 
     def arrive(self, layer: int) -> None:
         """Wait for the recall of ``layer``, make its pages resident and select again."""
-        if not self.changes_residency(layer):
+        if not self._changes_residency(layer):
             return
         self.await_copy(layer)
         position = self.buffers.layers[layer].position

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_backend.attention.flashinfer import FlashInfer, PagedDecode, device_bytes
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
-from hybrid_backend.batch import ModelSpec
+from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.context_cache import ContextCache
@@ -19,6 +19,7 @@ from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.frames import FramePool, device_zeros
 from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.tiers.prompt_frames import ChunkPages, PromptFrames
 from hybrid_backend.tiers.sizes import TierLayout, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
 from hybrid_backend.tiers.write_back import WriteBack
@@ -37,6 +38,7 @@ class Tiers:
     host: HostPool
     digests: Digests | None
     frames: FramePool
+    prompt_frames: PromptFrames  # frames of running prompts, if the method's residency fills them
     stream: HeadStream | None
     whole: ResidentHeads  # all KV heads of `TierLayout.whole_layers`
     cache: ContextCache  # context caches of `TierLayout.cached_layers`
@@ -72,6 +74,7 @@ class Tiers:
         all_heads = tuple(range(model.num_kv_heads))
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {layer: device_zeros(kv.shape(count), kv.dtype, device) for layer, count in counts.items() if count}
+        pool = FramePool(frames, max_requests, layout.frames_of(max_requests), device)
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
@@ -87,7 +90,8 @@ class Tiers:
             head_page_bytes=kv.with_heads(1).page_bytes,
             host=host,
             digests=digests,
-            frames=FramePool(frames, max_requests, layout.frames_of(max_requests), device),
+            frames=pool,
+            prompt_frames=PromptFrames(pool, config.page_size, device),
             stream=stream,
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, all_heads), host, operations, device),
             cache=ContextCache(cached, max_requests, sequence_pages, is_pinned=device.type == "cuda"),
@@ -121,13 +125,68 @@ class Tiers:
         for store in (self.whole, *self.resident_heads):
             store.copy(pages)
 
-    def prefix(
-        self, layer: int, pages: Tensor, tokens: int, heads: tuple[int, ...] | None = None, groups: int = 1
-    ) -> Iterable[KVBlock]:
-        """Return K and V of the first ``tokens`` tokens of a sequence on the device tier, in blocks.
+    def store_prompts(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the K and V of a step's prompt tokens to the host pool and to every copy on the device tier.
 
-        K and V of a whole layer are read from the device tier. Those of another layer pass through the staging buffers;
-        if the device tier is the host, they are read in place.
+        Arguments and result are those of `WriteBack.store`.
+        """
+        k, v = self.write_back.store(layer, k, v, pages, offsets)
+        self.whole.append(layer, pages, offsets, k, v)
+        self.append_heads(layer, pages, offsets, k, v)
+        frames, store = self.prompt_frames.token_frames, self.frames.layers.get(layer)
+        if frames is not None and store is not None:
+            self.operations.append_tokens(k, v, store, frames, offsets)
+        return k, v
+
+    def chunk_pages(self, layer: int, row: PrefillRow) -> tuple[Tensor, ChunkPages] | None:
+        """Return the store of a layer that has pages of a chunk's sequence on the device, and these pages.
+
+        None means that the chunk's whole prefix is read from the host pool.
+        """
+        store = self.whole.stores.get(layer)
+        if store is not None:
+            ids = row.pages.int()
+            return store, ChunkPages(ids, row.earlier_tokens, row.seq_len, row.pages[:0], missing_tokens=0)
+        chunk, store = self.prompt_frames.chunk(row.request_id), self.frames.layers.get(layer)
+        return None if chunk is None or store is None else (store, chunk)
+
+    def begun_page(self, layer: int, row: PrefillRow) -> Tensor | None:
+        """Return the frame ``[kv_heads, 2, page_size, head_dim]`` of the page that a chunk goes on with, if any."""
+        chunk, store = self.prompt_frames.chunk(row.request_id), self.frames.layers.get(layer)
+        return None if chunk is None or store is None or chunk.first_frame < 0 else store[chunk.first_frame]
+
+    def reads_host(self, layer: int, row: PrefillRow) -> bool:
+        """Tell whether the attention of a chunk reads earlier tokens from the host pool."""
+        resident = self.chunk_pages(layer, row)
+        return row.earlier_tokens > 0 if resident is None else resident[1].missing_tokens > 0
+
+    def before(self, layer: int, row: PrefillRow, next_layer: int | None = None) -> Iterator[KVBlock]:
+        """Yield K and V of the tokens before a chunk in blocks: gathered on the device, then streamed from the host.
+
+        ``next_layer`` is that of `HeadStream.blocks`.
+        """
+        resident, pages, tokens = self.chunk_pages(layer, row), row.pages, row.earlier_tokens
+        if resident is not None:
+            store, chunk = resident
+            pages, tokens, step = chunk.missing, chunk.missing_tokens, max(self.layout.staging_tokens, 1)
+            heads, blocks, ids = tuple(range(store.shape[1])), store.flatten(0, 2), chunk.ids.long()
+            for start in range(0, chunk.earlier, step):
+                end = min(chunk.earlier, start + step)
+                yield KVBlock(heads, *gather_tokens(blocks, ids, len(heads), start, end))
+        yield from self.prefix(layer, pages, tokens, next_layer=next_layer)
+
+    def prefix(
+        self,
+        layer: int,
+        pages: Tensor,
+        tokens: int,
+        heads: tuple[int, ...] | None = None,
+        groups: int = 1,
+        next_layer: int | None = None,
+    ) -> Iterable[KVBlock]:
+        """Return K and V of the first ``tokens`` tokens of a sequence of host pages on the device tier, in blocks.
+
+        The pages pass through the staging buffers; if the device tier is the host, they are read in place.
 
         Args:
             layer: index of the layer.
@@ -135,18 +194,14 @@ class Tiers:
             tokens: number of tokens.
             heads: KV heads; None: all.
             groups: least number of head groups, which pass through the staging buffers one after the other.
+            next_layer: layer that streams the same pages next (`HeadStream.blocks`).
         """
-        kv_heads = self.host.layers[layer].shape[1]
-        heads = tuple(range(kv_heads)) if heads is None else heads
-        store = self.whole.stores.get(layer)
-        if store is not None:
-            chunk = max(self.layout.staging_tokens, 1)
-            cuts = [(start, min(tokens, start + chunk)) for start in range(0, tokens, chunk)]
-            return (KVBlock(heads, *gather_tokens(store.flatten(0, 2), pages, kv_heads, *cut, heads)) for cut in cuts)
-        if self.stream is not None:
-            return self.stream.blocks(layer, heads, groups, pages, tokens)
+        heads = tuple(range(self.host.layers[layer].shape[1])) if heads is None else heads
         if not heads or not tokens:
             return []
+        if self.stream is not None:
+            return self.stream.blocks(layer, heads, groups, pages, tokens, next_layer)
+        kv_heads = self.host.layers[layer].shape[1]
         return [KVBlock(heads, *gather_tokens(self.host.blocks(layer), pages, kv_heads, 0, tokens, heads))]
 
     @property

@@ -55,12 +55,20 @@ class Digests:
     def nbytes(self) -> int:
         return sum(layer.nbytes for store in (self.layers, self.byte_copies) for layer in store.values())
 
-    def extend(self, layer: int, row: PrefillRow, k: Tensor, join: Callable[[], None]) -> None:
+    def extend(
+        self, layer: int, row: PrefillRow, k: Tensor, join: Callable[[], None], begun_page: Tensor | None = None
+    ) -> None:
         """Update the digests of the pages that a prompt chunk writes, from its keys ``k``.
 
-        ``k`` is ``[chunk, kv_heads, head_dim]`` and need not be in the host pool yet. ``join`` is a function that waits
-        until all tokens of the step are in the host pool (`WriteBack.join`). Digests are of keys as pages hold them, so
-        those of pages in 8 bits are read from the host pool.
+        Digests are of keys as pages hold them, so those of pages in 8 bits are read from the host pool.
+
+        Args:
+            layer: layer with digests.
+            row: the prompt chunk.
+            k: ``[chunk, kv_heads, head_dim]``, which need not be in the host pool yet.
+            join: function that waits until all tokens of the step are in the host pool (`WriteBack.join`).
+            begun_page: ``[kv_heads, 2, page_size, head_dim]`` page on the device that an earlier chunk began, with the
+                tokens of this chunk; None: the page is read from the host pool.
         """
         if self._host.layers[layer].dtype is torch.int8:
             self._extend_encoded(layer, row, join)
@@ -70,9 +78,13 @@ class Digests:
         pages = row.written
         if not self._format.covers_growing_pages:
             pages = pages[:whole]
-            if first and whole:  # The first page began in an earlier chunk: its keys are read from the host pool.
-                join()
-                self.rebuild(layer, pages[:1])
+            if first and whole:  # The first page began in an earlier chunk, whose keys are not in `k`.
+                if begun_page is None:
+                    join()
+                    self.rebuild(layer, pages[:1])
+                else:
+                    keys = begun_page[:, 0].transpose(0, 1).contiguous()
+                    self._operations.extend_digests(keys, self.layers[layer], pages[:1], 0, page_size)
                 pages, k, first = pages[1:], k[page_size - first :], 0
             k = k[: len(pages) * page_size]
         if len(pages):

@@ -45,6 +45,8 @@ class FramePool:
         self.generation = torch.zeros(requests, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._free = list(range(requests - 1, -1, -1))
         self._index_of: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}  # Indices of running prompts, by request.
+        self._lent: dict[int, str] = {}  # Free indices whose frames a prompt uses, and the prompt's request.
 
     @property
     def requests(self) -> int:
@@ -74,19 +76,62 @@ class FramePool:
 
     def allocate(self, request_id: str) -> int:
         """Give a request an index and return the index. Raise EngineError if all indices are in use."""
-        if not self._free:
+        index = self._reserved.pop(request_id, None)
+        if index is None:
+            index = self._take()
+        if index is None and self._reserved:
+            index = self._reserved.pop(next(iter(self._reserved)))  # That prompt goes on without frames.
+        if index is None:
             raise EngineError(
                 f"no frames for request {request_id}: {self.running} running requests hold all of them; the engine "
                 "runs more requests than max_num_seqs"
             )
-        index = self._free.pop()
         self._index_of[request_id] = index
         return index
 
+    def reserve(self, request_id: str) -> int | None:
+        """Return the index that a request will decode with, the same one until `release`; None if none is free."""
+        if request_id not in self._reserved:
+            index = self._take()
+            if index is None:
+                return None
+            self._reserved[request_id] = index
+        return self._reserved[request_id]
+
+    def _take(self) -> int | None:
+        """Take a free index, one that is not lent if possible, else the one that was lent first."""
+        index = next((index for index in reversed(self._free) if index not in self._lent), None)
+        index = next(iter(self._lent), None) if index is None else index
+        if index is not None:
+            self._free.remove(index)
+            self._lent.pop(index, None)
+        return index
+
+    def lend(self, request_id: str) -> int | None:
+        """Lend the frames of a free index to a running prompt; None if no index is free."""
+        index = next((index for index in self._free if index not in self._lent), None)
+        if index is not None:
+            self._lent[index] = request_id
+        return index
+
+    def lent(self, request_id: str) -> set[int]:
+        """Return the indices that are lent to a running prompt. An index that a request has taken is not lent."""
+        return {index for index, borrower in self._lent.items() if borrower == request_id}
+
+    def return_lent(self, request_id: str) -> None:
+        """End the loans of a running prompt."""
+        for index in self.lent(request_id):
+            del self._lent[index]
+
     def release(self, request_id: str) -> int | None:
-        """Free and return the index of a request that ended, was aborted or was preempted; None for no index."""
+        """Free and return the index of a request that ended, was aborted or was preempted; None for no index.
+
+        A reserved index is freed and not returned, because its request has not decoded.
+        """
         index = self._index_of.pop(request_id, None)
         if index is not None:
             self.generation[index] += 1
-            self._free.append(index)
+        freed = self._reserved.pop(request_id, None) if index is None else index
+        if freed is not None:
+            self._free.append(freed)
         return index

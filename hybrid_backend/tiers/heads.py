@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,17 +30,18 @@ class ResidentHeads:
         self._host, self._operations = host, operations
         self.stores: dict[int, Tensor] = {}
         self._head_ids: dict[int, Tensor] = {}
+        self._ranks: dict[int, Tensor] = {}
         for layer, chosen in self.heads.items():
             pages, kv = len(host.layers[layer]), KvFormat.of(host.layers[layer]).with_heads(len(chosen))
             self.stores[layer] = device_zeros(kv.shape(pages), kv.dtype, device)
             self._head_ids[layer] = torch.tensor(chosen, dtype=torch.int64, device=device)
+            self._ranks[layer] = ranks_among(chosen, host.layers[layer].shape[1], device)
 
     def append(self, layer: int, pages: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the resident heads of new tokens. Arguments are those of `Method.append`."""
         if layer in self.stores:
-            if len(self.heads[layer]) < k.shape[1]:
-                k, v = (x.index_select(1, self._head_ids[layer]) for x in (k, v))
-            self._operations.append_tokens(k, v, self.stores[layer], pages, positions)
+            heads = self._head_ids[layer] if len(self.heads[layer]) < k.shape[1] else None
+            self._operations.append_tokens(k, v, self.stores[layer], pages, positions, heads=heads)
 
     def copy(self, pages: Tensor) -> None:
         """Copy the resident heads of whole pages (``[n]`` host page ids) from the host pool."""
@@ -53,7 +54,7 @@ class ResidentHeads:
 
     def pages(self, layer: int, table: Tensor) -> Tensor:
         """Return `store_pages` of a layer for the host pages ``table`` ``[rows, columns]``."""
-        return store_pages(table, self._head_ids[layer], self._host.views[layer].shape[1])
+        return store_pages(table, self._ranks[layer], len(self.heads[layer]))
 
     @property
     def count(self) -> int:
@@ -65,14 +66,19 @@ class ResidentHeads:
         return sum(store.nbytes for store in self.stores.values())
 
 
-def store_pages(table: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
-    """Return the head pages ``[rows, kv_heads, columns]`` int32 of a `ResidentHeads` store that copy host pages.
+def ranks_among(heads: Sequence[int], kv_heads: int, device: torch.device) -> Tensor:
+    """Return ``[kv_heads]`` int32: the position of each KV head in ``heads``; 0 for KV heads that are not in it."""
+    ranks = [heads.index(head) if head in heads else 0 for head in range(kv_heads)]
+    return torch.tensor(ranks, dtype=torch.int32, device=device)
 
-    ``table`` has the host pages, ``[rows, columns]`` int32; ``heads`` the KV heads in the store, int64 ascending. The
-    entries of KV heads that are not in the store are undefined.
+
+def store_pages(table: Tensor, ranks: Tensor, stored: int) -> Tensor:
+    """Return the head pages ``[rows, kv_heads, columns]`` int32 of a store of ``stored`` KV heads, in one launch.
+
+    ``table`` has the pages of the store, ``[rows, columns]`` int32; ``ranks`` is `ranks_among` the KV heads in the
+    store. The entries of KV heads that are not in the store are undefined.
     """
-    is_stored = (torch.arange(kv_heads, device=heads.device)[:, None] == heads).any(1)
-    return table[:, None] * len(heads) + (is_stored.cumsum(0, dtype=torch.int32) - 1)[:, None]
+    return torch.add(ranks[:, None], table[:, None], alpha=stored)
 
 
 def resident_bytes(heads: Mapping[int, tuple[int, ...]], model: ModelSpec, page_size: int, pages: int) -> int:

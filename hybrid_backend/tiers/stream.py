@@ -23,6 +23,15 @@ from hybrid_backend.tiers.side_stream import side_stream
 from hybrid_backend.tiers.sizes import staging_shape
 
 
+class _Ahead(NamedTuple):
+    """First block of a layer, whose copy has begun before the layer runs."""
+
+    layer: int
+    pages: Tensor
+    piece: tuple[tuple[int, ...], int, int]  # KV heads, first token and last token + 1
+    ready: Callable[[], Tensor]  # waits for the copy and returns the buffer
+
+
 class Piece(NamedTuple):
     """Content of a staging buffer at one time: a part of several lists of head pages, one list after the other."""
 
@@ -78,6 +87,7 @@ class HeadStream:
         self._buffers = torch.empty(staging_shape(kv, tokens), dtype=kv.dtype, device=device)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffer = 0  # Index of the buffer that was filled last.
+        self._ahead: _Ahead | None = None
         self.copied_bytes = 0  # Bytes copied since start.
 
     @property
@@ -89,7 +99,12 @@ class HeadStream:
     def nbytes(self) -> int:
         return self._buffers.nbytes
 
-    def through(self, copies: Iterable[Callable[[Tensor], object]]) -> Iterator[Tensor]:
+    def through(
+        self,
+        copies: Iterable[Callable[[Tensor], object]],
+        ready: Callable[[], Tensor] | None = None,
+        last: Callable[[], object] | None = None,
+    ) -> Iterator[Tensor]:
         """Run copies through the two staging buffers; yield the filled buffer of each copy.
 
         On a GPU the current stream waits for the copy. The next copy begins before a buffer is yielded, and overwrites
@@ -97,8 +112,9 @@ class HeadStream:
 
         Args:
             copies: functions that fill a buffer ``[capacity, 1, 2, page_size, head_dim]`` from host pages.
+            ready: waits for a copy that has begun already, and returns its buffer, which is yielded first.
+            last: function that is called before the last buffer is yielded. It may begin one more copy.
         """
-        ready: Callable[[], Tensor] | None = None
         try:
             for copy in copies:
                 previous, ready = ready, self._fill(copy)
@@ -106,6 +122,8 @@ class HeadStream:
                     yield previous()
             if ready is not None:
                 previous, ready = ready, None
+                if last is not None:
+                    last()
                 yield previous()
         finally:
             if ready is not None:
@@ -113,6 +131,7 @@ class HeadStream:
 
     def _fill(self, copy: Callable[[Tensor], object]) -> Callable[[], Tensor]:
         """Begin to fill the other buffer; return a function that waits for the copy and returns the buffer."""
+        self._ahead = None  # Another copy may overwrite that buffer from now on.
         self._buffer ^= 1
         buffer = self._buffers[self._buffer]
         if self._copy_stream is None:
@@ -130,11 +149,27 @@ class HeadStream:
 
         return ready
 
-    def blocks(self, layer: int, heads: tuple[int, ...], groups: int, pages: Tensor, tokens: int) -> Iterator[KVBlock]:
+    def blocks(
+        self,
+        layer: int,
+        heads: tuple[int, ...],
+        groups: int,
+        pages: Tensor,
+        tokens: int,
+        next_layer: int | None = None,
+    ) -> Iterator[KVBlock]:
         """Yield K and V of the first ``tokens`` tokens of a sequence, one head group after the other.
 
-        ``groups`` is the least number of groups; ``pages`` are the host pages ``[n]`` int64 of the sequence. A group
-        that does not fit a staging buffer is cut along the tokens.
+        A group that does not fit a staging buffer is cut along the tokens.
+
+        Args:
+            layer: index of the layer.
+            heads: KV heads.
+            groups: least number of groups.
+            pages: host pages ``[n]`` int64 of the sequence.
+            tokens: number of tokens.
+            next_layer: layer that streams the same pages next. On a GPU its first block is copied while the device
+                attends the last block and computes until that layer. None: the pages may still change.
         """
         page_size, dim = self._buffers.shape[-2:]
         size = max(1, min(-(-len(heads) // groups), self.capacity))
@@ -144,14 +179,27 @@ class HeadStream:
             for first in range(0, len(heads), size)
             for start in range(0, tokens, step)
         ]
-        buffers = self.through(
-            partial(self._gather, layer, group, pages[start // page_size : -(-end // page_size)])
-            for group, start, end in pieces
-        )
+        ahead, self._ahead = self._ahead, None
+        is_ahead = ahead is not None and (ahead.layer, ahead.piece) == (layer, pieces[0]) and ahead.pages is pages
+        copies = [self._copy(layer, pages, piece) for piece in pieces[is_ahead:]]
+        following: Callable[[], None] | None = None
+        if next_layer is not None and self._copy_stream is not None:
+            following = partial(self._begin_ahead, next_layer, pages, pieces[0])
+        buffers = self.through(copies, ahead.ready if ahead is not None and is_ahead else None, following)
         for (group, start, end), buffer in zip(pieces, buffers, strict=True):
             padded = -(-(end - start) // page_size) * page_size
             kv = buffer.flatten()[: len(group) * 2 * padded * dim].view(len(group), 2, padded, dim)
             yield KVBlock(group, *kv[:, :, : end - start].unbind(1))
+
+    def _copy(self, layer: int, pages: Tensor, piece: tuple[tuple[int, ...], int, int]) -> Callable[[Tensor], None]:
+        """Return the function that copies some KV heads of some tokens of a sequence to a buffer."""
+        (heads, start, end), page_size = piece, self._buffers.shape[-2]
+        return partial(self._gather, layer, heads, pages[start // page_size : -(-end // page_size)])
+
+    def _begin_ahead(self, layer: int, pages: Tensor, piece: tuple[tuple[int, ...], int, int]) -> None:
+        """Begin to copy the first block of the layer that runs next."""
+        ready = self._fill(self._copy(layer, pages, piece))
+        self._ahead = _Ahead(layer, pages, piece, ready)
 
     def _gather(self, layer: int, heads: tuple[int, ...], pages: Tensor, buffer: Tensor) -> None:
         """Copy host pages to a buffer: per KV head K of all tokens, then V, each contiguous for the attention."""

@@ -13,8 +13,11 @@ from hybrid_backend.host_memory import System, numbers
 
 _SPIN_SECONDS = 1e-3
 """Polling time of an idle worker before it sleeps. A layer on a GPU and most gaps between two steps take less."""
-_ENOUGH_CPUS = 4
-"""Number of CPUs from which one CPU is left free for the threads of a GPU engine."""
+_ENGINE_CPUS, _RANK_CPUS = 2, 1
+"""CPUs that a GPU engine keeps busy: one for the API server, which serves HTTP and turns tokens into text, and one for
+the engine core, which schedules; and one per rank, whose thread launches the steps."""
+_WORKERS_SHARE = 0.75
+"""Least share of a rank's CPUs that the pool takes, where the engine's processes would need more than the rest."""
 
 THREAD_NAME = "hybrid-worker"
 """Name of worker threads in /proc. The C++ threads get the same name (``pin_to`` in kernels/cpu/src/pool.cpp)."""
@@ -111,15 +114,25 @@ class Places:
     def of(cls, cpus: Sequence[int], bound: Bound, topology: Topology, rank: Rank, chosen: bool = False) -> Places:
         """Assign ``cpus`` to the threads of a pool.
 
-        With a GPU, the last CPU is the server's. The first of four or more CPUs stays free for interrupts and for the
-        engine's threads, which launch the step; not if the user has ``chosen`` the CPUs. Threads spin only if the
-        engine has a core that no worker uses, because spinning threads would otherwise slow the engine down.
+        With a GPU, the last CPU is the server's, and the first ones stay free for the engine's own processes and for
+        interrupts (`engine_cpus`); not if the user has ``chosen`` the CPUs. Threads spin only if the engine has a core
+        that no worker uses, because spinning threads would otherwise slow the engine down.
         """
         if not rank.on_gpu:
             return cls(tuple(cpus))
-        used = cpus[1:] if len(cpus) >= _ENOUGH_CPUS and not chosen else cpus
+        used = cpus if chosen else cpus[engine_cpus(len(cpus), rank) :]
         free_cores = topology.one_per_core(bound.allowed - topology.siblings(used))
         return cls(tuple(used[:-1] or used), used[-1], _SPIN_SECONDS if free_cores else 0.0)
+
+
+def engine_cpus(cpus: int, rank: Rank) -> int:
+    """Return how many of a GPU rank's ``cpus`` stay free for the engine's own processes.
+
+    The rank's own thread gets one CPU. The ranks of a NUMA node share the CPUs of API server and engine core, because a
+    rank does not know on which node these two run.
+    """
+    needed = _RANK_CPUS + -(-_ENGINE_CPUS // rank.count)
+    return min(needed, int(cpus * (1 - _WORKERS_SHARE)))
 
 
 def spare_cpus(bound: Bound, topology: Topology, numa: int | str = "auto", rank: Rank = ALONE) -> list[int]:

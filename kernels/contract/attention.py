@@ -14,21 +14,28 @@ class AttentionOperations(Protocol):
     """Attend listed pages, merge partials, average attention weights, sample a layer's inputs."""
 
     def paged_partial(
-        self, q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
-        query_start: Tensor | None = None,
+        self, q: Tensor, kv: Tensor, ids: Tensor | None, tokens: Tensor, scale: float, num_parts: int = 1,
+        query_start: Tensor | None = None, begins: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attend the listed pages with the queries of each row; each list is cut into ``num_parts`` parts.
 
         Args:
             q: queries ``[queries, heads, head_dim]``.
-            kv: frames or host pages ``[pages, kv_heads, 2, page_size, head_dim]``.
+            kv: frames or host pages ``[pages, kv_heads, 2, page_size, head_dim]``, or head pages ``[n, 1, ...]`` of any
+                KV heads if ``tokens`` has a list per KV head.
             ids: ``[rows, 1 | kv_heads, n]`` int32 pages of ``kv``, any stride but a contiguous last dimension. Entries
-                beyond the listed tokens are not read.
+                beyond the listed tokens are not read. None: all pages of ``kv`` in their order, without
+                ``query_start``.
             tokens: ``[queries, 1 | kv_heads]`` int32 tokens at the beginning of its row's lists that each query
-                attends. All pages but the last one are full.
+                attends; with one list of pages, too, the tokens may differ by KV head. All pages but the last one are
+                full.
             scale: factor of the logits.
             num_parts: see `parts_for`.
             query_start: ``[rows + 1]`` int32 first query of each row; None: each row has one.
+            begins: in the shape of ``tokens``: tokens of whole pages at the beginning of each list that are left out,
+                at most ``tokens``; None: 0. Given without ``query_start``.
+            into: views of the ``num_parts`` parts that take the result, in contiguous tensors of at least as many parts
+                in the shape of the result; None: new tensors.
 
         Returns:
             ``(out [queries, heads, num_parts, head_dim], lse [queries, heads, num_parts])`` fp32. A part without tokens

@@ -35,7 +35,7 @@ class Maps(NamedTuple):
     """``[layers, frames * requests]`` int32: the inverse; -1: the frame is empty or about to be overwritten."""
     importance: Tensor
     """``[layers, frames * requests]`` fp32: importance of the frame's page; -inf: the frame is empty; +inf: the page is
-    always selected, or the frame does not exist."""
+    always selected, or the frame does not exist, or the frame is empty and reserved for a page that is on its way."""
 
     def of(self, layer: int | slice) -> Maps:
         """Return the maps of one layer or of a slice of layers."""
@@ -117,6 +117,67 @@ class Selection(NamedTuple):
     """Logical pages of `missing`."""
     missing_listed: Tensor
     """Length of `missing` and of `absent`."""
+
+
+class StreamPlan(NamedTuple):
+    """Pages of KV heads that pass through staging buffers in one step, and the tokens that are attended elsewhere.
+
+    Tokens count from the beginning of a list of pages. The pieces of all groups of heads follow each other.
+    """
+
+    pages: Tensor
+    """``[pieces, capacity]`` int32: head pages of the host pool."""
+    places: Tensor
+    """``[pieces, capacity]`` int32: place in the buffer of each of `pages`; -1: nothing is copied."""
+    begins: Tensor
+    """``[pieces, rows, kv_heads]`` int32: first token of each list in the buffer."""
+    ends: Tensor
+    """``[pieces, rows, kv_heads]`` int32: end of each list in the buffer; `begins`: the list is not in the piece."""
+    rest_begins: Tensor
+    """``[rows, kv_heads]`` int32: first token of the sequence that is attended in the host pool."""
+    rest_ends: Tensor
+    """``[rows, kv_heads]`` int32: end of these tokens; `rest_begins`: there are none."""
+    resident: Tensor
+    """``[rows, kv_heads]`` int32: tokens of resident heads; 0 for other heads."""
+    framed: Tensor
+    """``[rows, kv_heads]`` int32: tokens in frames that are attended; 0 for resident heads and without frames."""
+
+
+NOWHERE, FAILED = -1, -2
+"""Values of `RowStates.parked` that are no layer: the row is not parked; or the CPU could not answer, and it stays."""
+
+
+class RowStates(NamedTuple):
+    """Decode rows whose whole attention the CPU may compute, over one or several steps.
+
+    Such a row asks the CPU in each layer. It waits in the layer, or it parks: later layers compute nothing valid for
+    it, until a step reaches the same layer with the answer. All tensors are ``[rows]`` int32 on the device tier.
+    """
+
+    on_cpu: Tensor
+    """1: the CPU attends the row."""
+    parks: Tensor
+    """1: the row parks when it asks."""
+    parked: Tensor
+    """Layer in which the row waits for an answer; `NOWHERE`; `FAILED`."""
+    live: Tensor
+    """1: what the layers compute for the row is valid."""
+    asks: Tensor
+    """1: the CPU attends the row, and the row is live."""
+    stored: Tensor
+    """Host page of the row's new token; -1 if the row is not live or is padding."""
+    whole: Tensor
+    """Whole pages that the CPU attends."""
+    tail: Tensor
+    """Tokens of the growing page, which the device attends in the host pool."""
+    growing: Tensor
+    """`tail` if the layer has taken the row's answer, else 0."""
+    device_tokens: Tensor
+    """Tokens of a row that the device attends in frames."""
+
+    def first(self, rows: int) -> RowStates:
+        """Return the states of the first ``rows`` rows."""
+        return RowStates(*(tensor[:rows] for tensor in self))
 
 
 class Sample(NamedTuple):

@@ -18,7 +18,7 @@ class ResidencyOperations(Protocol):
         """Refresh the importance of one layer's resident pages.
 
         A page's importance is its highest score of any list; +inf for the first ``sinks`` and last ``recent`` pages,
-        -inf for empty frames. Rows that may select all of their pages keep theirs.
+        -inf for empty frames that are not reserved. Rows that may select all of their pages keep theirs.
 
         Args:
             maps: residency maps of the layer.

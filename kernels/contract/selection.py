@@ -102,7 +102,7 @@ class SelectionOperations(Protocol):
             counters: counters of the layer (`Counters`), to which lookups and hits are added.
 
         Returns:
-            ``[rows, kv_heads]`` int32, 1: the head missed.
+            ``[rows, kv_heads]`` int32 pages that the head selects from: those of the row if the head missed, else 0.
         """
 
     def union_pages(self, absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

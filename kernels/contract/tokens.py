@@ -13,14 +13,15 @@ class TokenOperations(Protocol):
     def append_tokens(
         self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
         frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-        digests: Tensor | None = None,
+        digests: Tensor | None = None, heads: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write one new token per row to its host page, its frame and its page's digest.
 
         Args:
             k: keys ``[rows, kv_heads, head_dim]``, any row stride.
             v: values, like ``k``.
-            host: ``[pages, kv_heads, 2, page_size, head_dim]``: host pages as the device tier sees them.
+            host: ``[pages, kv_heads, 2, page_size, head_dim]``: host pages as the device tier sees them. With ``heads``
+                it has pages of these heads only.
             pages: ``[rows]`` int32 host page of the token; -1: a padding row. Tokens are distinct.
             positions: ``[rows]`` int32 or int64 position of the token in its sequence.
             frames: frames in the layout of ``host``; None: host pages only.
@@ -28,6 +29,8 @@ class TokenOperations(Protocol):
             frame_of: ``[requests, columns]`` int32 (`Maps.frame_of`), given with ``frames``.
             digests: digests of the layer. A token at offset 0 resets its page's digest. Formats of whole pages are
                 written when a page gets its last token. The rows' pages must be distinct if digests are given.
+            heads: ``[n]`` int64 KV heads of ``k`` and ``v`` to write, in the order of ``host``; None: all. Given
+                without frames and digests.
         """
 
     def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:

@@ -28,14 +28,19 @@ from hybrid_backend.kernels.cpu.arguments import (
     tokens_address,
 )
 from hybrid_backend.kernels.digest_format import digest_format_of
+from hybrid_backend.kernels.head_oracle import plain_lists
+from hybrid_backend.kernels.head_oracle import plan_load as plan_load
+from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, check_one_query
 
 
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None,
 ) -> None:  # fmt: skip
+    if heads is not None:
+        k, v = k.index_select(1, heads), v.index_select(1, heads)
     kind = k.dtype
     store = paged_arguments(host, kind)
     rows, token = pages.numel(), store[3] * store[5]
@@ -159,7 +164,7 @@ def match_labels(
         group_size(heads, kv_heads), dim,
         SIMILARITIES.index(aggregate), lib.isa_index(None), *team_arguments(),
     )  # fmt: skip
-    return missed
+    return missed.mul_(num_pages[:, None])
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,12 +182,14 @@ def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor,
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
-    query_start: Tensor | None = None,
+    q: Tensor, kv: Tensor, ids: Tensor | None, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None, begins: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend whole lists: the first part is the whole list, and the other parts are empty."""
     if query_start is not None:
-        check_one_query(query_start, len(ids))
+        check_one_query(query_start, len(tokens))
+    shape = (*q.shape[:2], num_parts)
+    q, ids, tokens = plain_lists(q, kv, ids, tokens, begins)
     rows, heads, dim = q.shape
     store = paged_arguments(kv, q.dtype)
     row_stride, list_stride = list_strides(ids, rows)
@@ -200,7 +207,8 @@ def paged_partial(
     if num_parts > 1:
         out = torch.nn.functional.pad(out, (0, 0, 0, num_parts - 1))
         lse = torch.nn.functional.pad(lse, (0, num_parts - 1), value=float("-inf"))
-    return out, lse
+    out, lse = out.view(*shape, dim), lse.view(shape)
+    return (out, lse) if into is None else (into[0].copy_(out), into[1].copy_(lse))
 
 
 def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> int:

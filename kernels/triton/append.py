@@ -37,8 +37,8 @@ def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
 
 
 @kernel("key", "value", "host", "frames", "digests", "key_stride", "value_stride")
-def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, columns, key_stride,
-                   value_stride,
+def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, heads, columns,
+                   key_stride, value_stride,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                    HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr, TAIL: tl.constexpr,
                    BLOCK_P: tl.constexpr):  # fmt: skip
@@ -48,8 +48,11 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
         offset = tl.load(positions + row) % PAGE
         d = tl.arange(0, BLOCK_D)
         live = d < DIM
-        k = tl.load(key + row * key_stride + head * DIM + d, mask=live)
-        v = tl.load(value + row * value_stride + head * DIM + d, mask=live)
+        source = head.to(tl.int64)
+        if heads is not None:
+            source = tl.load(heads + head)
+        k = tl.load(key + row * key_stride + source * DIM + d, mask=live)
+        v = tl.load(value + row * value_stride + source * DIM + d, mask=live)
         offsets = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
         tl.store(host + offsets, k, mask=live)
         tl.store(host + offsets + PAGE * DIM, v, mask=live)
@@ -89,14 +92,14 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None,
 ) -> None:  # fmt: skip
-    rows, kv_heads, dim = k.shape
-    page_size = host.shape[3]
+    rows, dim = k.shape[0], k.shape[2]
+    kv_heads, page_size = host.shape[1], host.shape[3]
     coded = digests if digests is not None and digest_format_of(digests, dim) is CODES else None
     if rows:
         _append_kernel[(rows, kv_heads)](
-            k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of,
+            k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of, heads,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
             kv_heads, page_size, dim, triton.next_power_of_2(dim), frames is not None,
             digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size),

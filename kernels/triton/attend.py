@@ -18,28 +18,38 @@ _BUSY = 0.85  # busy share of the processors' time above which lists are not cut
 @triton.jit
 def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens."""
+    """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens.
+
+    ``head`` is one of the ``KV_HEADS`` heads of ``kv``.
+    """
     token = first + tl.arange(0, TILE)
     listed = token < count
-    page = tl.load(ids + token // PAGE, mask=listed, other=0).to(tl.int64)
+    page = (token // PAGE).to(tl.int64)
+    if ids is not None:
+        page = tl.load(ids + token // PAGE, mask=listed, other=0).to(tl.int64)
     row = ((page * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIM
     channel = tl.arange(0, BLOCK_D)
     return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :]
 
 
 @kernel("q", "kv", "out")
-def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride, num_parts,
+def _partial_kernel(q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, all_parts,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-                    PER_HEAD: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
+                    PER_HEAD: tl.constexpr, STORE_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr,
+                    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    ids += row * row_stride
-    if PER_HEAD:
-        ids += head * list_stride
-    count = tl.load(tokens + (row * KV_HEADS + head if PER_HEAD else row))
-    share = tl.cdiv(tl.cdiv(count, TILE), num_parts) * TILE
-    first = part * share
+    if ids is not None:
+        ids += row * row_stride
+        if PER_HEAD:
+            ids += head * list_stride
+    line = row * KV_HEADS + head if PER_HEAD else row
+    begin, count = tl.zeros([], tl.int32), tl.load(tokens + line)
+    if begins is not None:
+        begin = tl.load(begins + line)
+    share = tl.cdiv(tl.cdiv(count - begin, TILE), num_parts) * TILE
+    first = begin + part * share
     end = tl.minimum(first + share, count)
+    store_head = head if STORE_HEADS == KV_HEADS else 0  # Head pages have a single head.
 
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     heads = row * KV_HEADS * GROUP + head * GROUP + g
@@ -49,7 +59,7 @@ def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride
     total = tl.zeros([BLOCK_G], tl.float32)
     sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(first, end, TILE):
-        offsets, listed, mask = _tile_of_keys(kv, ids, start, end, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        offsets, listed, mask = _tile_of_keys(kv, ids, start, end, store_head, PAGE, DIM, STORE_HEADS, TILE, BLOCK_D)
         keys = tl.load(kv + offsets, mask=mask, other=0.0)
         logits = dot(query, tl.trans(keys), PRECISION) * (scale * 1.4426950408889634)
         logits = tl.where(listed[None, :], logits, float("-inf"))
@@ -64,7 +74,7 @@ def _partial_kernel(q, kv, ids, tokens, out, lse, scale, row_stride, list_stride
     some = total > 0
     sums = sums / tl.where(some, total, 1.0)[:, None]
     part_lse = tl.where(some, highest * 0.6931471805599453 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    to = heads * num_parts + part
+    to = heads * all_parts + part
     tl.store(out + to[:, None] * DIM + d[None, :], sums, mask=live)
     tl.store(lse + to, part_lse, mask=g < GROUP)
 
@@ -106,20 +116,23 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 
 def paged_partial(
-    q: Tensor, kv: Tensor, ids: Tensor, tokens: Tensor, scale: float, num_parts: int = 1,
-    query_start: Tensor | None = None,
+    q: Tensor, kv: Tensor, ids: Tensor | None, tokens: Tensor, scale: float, num_parts: int = 1,
+    query_start: Tensor | None = None, begins: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if query_start is not None:
-        check_one_query(query_start, len(ids))
+        check_one_query(query_start, len(tokens))
     rows, heads, dim = q.shape
-    kv_heads, page_size = kv.shape[1], kv.shape[3]
-    out = q.new_empty(rows, heads, num_parts, dim, dtype=torch.float32)
-    lse = q.new_empty(rows, heads, num_parts, dtype=torch.float32)
+    lists, kv_heads, page_size = tokens.shape[1], max(kv.shape[1], tokens.shape[1]), kv.shape[3]
+    if into is None:
+        out = q.new_empty(rows, heads, num_parts, dim, dtype=torch.float32)
+        into = out, q.new_empty(rows, heads, num_parts, dtype=torch.float32)
+    out, lse = into
     if rows:
         group = heads // kv_heads
+        row_stride, list_stride = (0, 0) if ids is None else (ids.stride(0), ids.stride(1) * (ids.shape[1] > 1))
         _partial_kernel[(rows, kv_heads, num_parts)](
-            q, kv, ids, tokens, out, lse, scale, ids.stride(0), ids.stride(1), num_parts,
-            kv_heads, group, page_size, dim, ids.shape[1] > 1, _TILE,
+            q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, lse.stride(1),
+            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _TILE,
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     return out, lse

@@ -20,13 +20,13 @@ def _scaled(x):
 
 
 @kernel("q", "labels")
-def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, missed, counters,
+def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, to_select, counters,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HARMONIC: tl.constexpr,
                   BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     threshold = tl.load(thresholds + head)
-    miss = tl.zeros([], tl.int32)
-    if (tl.load(budgets + row) < tl.load(num_pages + row)) & (threshold != float("-inf")):
+    pages, miss = tl.load(num_pages + row), tl.zeros([], tl.int32)
+    if (tl.load(budgets + row) < pages) & (threshold != float("-inf")):
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         offsets = (head * GROUP + g)[:, None] * DIM + d[None, :]
         inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
@@ -52,7 +52,7 @@ def _match_kernel(q, labels, weights, thresholds, requests, num_pages, budgets, 
         if counters is not None:
             tl.atomic_add(counters + LOOKUPS, tl.full([], 1, tl.int64), sem="relaxed")
             tl.atomic_add(counters + HITS, hit.to(tl.int64), sem="relaxed")
-    tl.store(missed + row * KV_HEADS + head, miss)
+    tl.store(to_select + row * KV_HEADS + head, tl.where(miss > 0, pages, 0))
 
 
 def match_labels(
@@ -62,11 +62,11 @@ def match_labels(
     rows, heads, dim = q.shape
     kv_heads = len(thresholds)
     group = heads // kv_heads
-    missed = num_pages.new_empty(rows, kv_heads)
+    to_select = num_pages.new_empty(rows, kv_heads)
     is_harmonic = SIMILARITIES.index(aggregate) == 0
     if rows:
         _match_kernel[(rows, kv_heads)](
-            q, labels, weights, thresholds, requests, num_pages, budgets, missed, counters,
+            q, labels, weights, thresholds, requests, num_pages, budgets, to_select, counters,
             kv_heads, group, dim, is_harmonic, triton.next_power_of_2(group), triton.next_power_of_2(dim),
         )  # fmt: skip
-    return missed
+    return to_select

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid_backend.kernels.triton.append import append_tokens, build_digests, extend_digests, store_tokens
 from hybrid_backend.kernels.triton.attend import merge_partials, page_weights, paged_partial, parts_for
+from hybrid_backend.kernels.triton.heads import plan_load, plan_stream
 from hybrid_backend.kernels.triton.labels import match_labels
 from hybrid_backend.kernels.triton.residency import commit_pages, copy_pages, note_scores, open_pages, plan_recall
 from hybrid_backend.kernels.triton.samples import take_sample
@@ -24,7 +25,9 @@ __all__ = [
     "page_weights",
     "paged_partial",
     "parts_for",
+    "plan_load",
     "plan_recall",
+    "plan_stream",
     "select_pages",
     "store_tokens",
     "take_sample",

@@ -60,7 +60,8 @@ def _noted(page_of, importance, scores, pages, budget, sinks, recent, columns, s
             score = tl.load(scores + listing * columns + page, mask=has_page & (page < pages), other=0.0)
             best = tl.maximum(best, score)
         best = tl.where((page < sinks) | (page >= pages - recent), float("inf"), best)
-        noted = tl.where(has_page, best, float("-inf"))
+        # An empty frame of infinite importance is reserved for a page that is on its way.
+        noted = tl.where(has_page, best, tl.where(noted == float("inf"), noted, float("-inf")))
         tl.store(importance + s * count, noted, mask=s < size)
     return noted
 

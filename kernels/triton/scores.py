@@ -13,6 +13,8 @@ from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, kernel, precision_of
 
 _TILE = 64  # pages that a program scores
+_HEADS = 16  # query heads that a program combines at once
+_HELD = 4096  # numbers of their softmax that it holds at once
 
 
 @kernel("q", "digests")
@@ -59,36 +61,36 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
 
 @kernel()
 def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
-                    LISTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HOW: tl.constexpr,
-                    TILE: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+                    LISTS: tl.constexpr, HEADS: tl.constexpr, HOW: tl.constexpr, CHUNK: tl.constexpr,
+                    TILE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     row, listing, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     pages = tl.load(num_pages + row)
-    column, t = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_T)
+    column, t, h = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_H)
     listed = column < pages
     total = tl.zeros([TILE], tl.float32)
     list_heads: tl.constexpr = HEADS // LISTS
-    group: tl.constexpr = HEADS // KV_HEADS
     if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        for i in range(list_heads):
-            head = row * HEADS + listing * list_heads + i
-            estimates = tl.load(logits + head * columns + column, mask=listed, other=0.0)
+        # The heads of a chunk are read at once, because a program waits longer for memory than it computes.
+        for first in range(0, list_heads, CHUNK):
+            is_head = (h < CHUNK) & (first + h < list_heads)
+            heads = row * HEADS + listing * list_heads + first + h
+            inside = is_head[:, None] & listed[None, :]
+            estimates = tl.load(logits + heads[:, None] * columns + column[None, :], mask=inside, other=0.0)
             if HOW == 2:
-                inside = t * TILE < pages
-                top = tl.load(tops + head * tiles + t, mask=inside, other=float("-inf"))
-                share = tl.load(sums + head * tiles + t, mask=inside, other=0.0)
-                highest = tl.max(top, 0)
+                scored = is_head[:, None] & (t * TILE < pages)[None, :]
+                of_tiles = heads[:, None] * tiles + t[None, :]
+                top = tl.load(tops + of_tiles, mask=scored, other=float("-inf"))
+                share = tl.load(sums + of_tiles, mask=scored, other=0.0)
+                highest = tl.max(top, 1)
                 base = tl.where(highest == float("-inf"), 0.0, highest)
-                weight = tl.sum(tl.where(top == float("-inf"), 0.0, share * tl.exp(top - base)), 0)
+                weight = tl.sum(tl.where(top == float("-inf"), 0.0, share * tl.exp(top - base[:, None])), 1)
                 weight = tl.where(weight > 0, weight, 1.0)
-                total += tl.where(column < pages - 1, tl.exp(estimates * scale - base) / weight, 0.0)
-            elif HOW == 1:  # the maximum of each KV head's group, summed over KV heads
-                best = tl.maximum(best, estimates)
-                if i % group == group - 1:
-                    total += best
-                    best = tl.full([TILE], float("-inf"), tl.float32)
+                shares = tl.exp(estimates * scale - base[:, None]) / weight[:, None]
+                total += tl.sum(tl.where(inside & (column < pages - 1)[None, :], shares, 0.0), 0)
+            elif HOW == 1:  # A chunk is the group of a KV head, whose maxima are summed over KV heads.
+                total += tl.max(tl.where(is_head[:, None], estimates, float("-inf")), 0)
             else:
-                total += estimates
+                total += tl.sum(estimates, 0)
     tl.store(scores + (row * LISTS + listing) * columns + column, tl.where(listed, total, float("-inf")),
              mask=column < columns)  # fmt: skip
 
@@ -118,8 +120,11 @@ def page_scores(
             kv_heads, group, dim, byte_tail(digests, dim), _TILE, group_block(group),
             triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
+    block_t, kind = triton.next_power_of_2(tiles), AGGREGATES.index(aggregate)
+    chunk = max(1, min(_HEADS, triton.next_power_of_2(heads // lists), _HELD // block_t))
+    chunk = group if aggregate == "max" else chunk
     _combine_kernel[(rows, lists, tiles)](
         logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
-        lists, heads, kv_heads, AGGREGATES.index(aggregate), _TILE, triton.next_power_of_2(tiles),
+        lists, heads, kind, chunk, _TILE, triton.next_power_of_2(chunk), block_t,
     )  # fmt: skip
     return scores

@@ -7,57 +7,63 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.kernels.triton.common import kernel, ordered
+from hybrid_backend.kernels.triton.common import kernel
 from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at once
-_FORCED = tl.constexpr(1 << 32)  # key of a page that is always selected
-_BEYOND = tl.constexpr(-1)  # key of a column beyond the row
+_WARPS = 16  # of a program with a whole tile
 _DIGITS = tl.constexpr(256)
+_HIGHEST = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
 def _keys_of(scores, first, pages, sinks, recent, TILE: tl.constexpr):
-    """Return the columns of a tile and their keys.
+    """Return the columns of a tile, their keys, and the mask of columns that are neither forced nor beyond the row.
 
-    A key is the score as a 32-bit number of the same order. Keys of forced pages are larger, those beyond the row
-    smaller.
+    A key is the score as an unsigned number of 32 bits of the same order; NaN is the lowest, and the zeros are equal.
     """
     column = first + tl.arange(0, TILE)
-    key = ordered(tl.load(scores + column, mask=column < pages, other=float("-inf"))) + 2147483648
-    key = tl.where((column < sinks) | (column >= pages - recent), _FORCED, key)
-    return column, tl.where(column < pages, key, _BEYOND)
+    score = tl.load(scores + column, mask=column < pages, other=float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    return column, key, (column >= sinks) & (column < pages - recent)
 
 
 @triton.jit
-def _threshold(scores, pages, budget, sinks, recent, TILE: tl.constexpr, ONE_TILE: tl.constexpr):
-    """Return the budget-th largest key and the number of larger keys.
+def _counted(key, is_free, low, SHIFT: tl.constexpr):
+    """Return the histogram of a digit, of the free keys whose higher digits are those of ``low``."""
+    has_prefix = is_free
+    if SHIFT < 24:
+        has_prefix = is_free & (((key ^ low) >> (SHIFT + 8)) == 0)
+    return tl.histogram(((key >> SHIFT) & 255).to(tl.int32), _DIGITS, mask=has_prefix)
+
+
+@triton.jit
+def _threshold(scores, pages, selectable, sinks, recent, TILE: tl.constexpr, ONE_TILE: tl.constexpr):
+    """Return the key with rank ``selectable`` among the columns that are not forced, and the number of larger keys.
 
     Radix selection: each digit comes from a histogram of the keys with the same higher digits, and reads the scores
     once.
     """
-    forced = tl.minimum(sinks, pages) + tl.minimum(recent, tl.maximum(pages - sinks, 0))
-    low, better = tl.zeros([], tl.int64) + _FORCED, tl.zeros([], tl.int32)
-    if forced < budget:
-        low -= _FORCED
-        better += forced
+    low, better = tl.zeros([], tl.uint32) + _HIGHEST, tl.zeros([], tl.int32)
+    if selectable > 0:
+        low -= _HIGHEST
         digit = tl.arange(0, _DIGITS)
         if ONE_TILE:
-            _, tile_keys = _keys_of(scores, 0, pages, sinks, recent, TILE)
+            _, tile_keys, tile_is_free = _keys_of(scores, 0, pages, sinks, recent, TILE)
         for shift in tl.static_range(24, -1, -8):
-            count = tl.zeros([_DIGITS], tl.int32)
             if ONE_TILE:
-                has_prefix = ((tile_keys ^ low) >> (shift + 8)) == 0
-                count += tl.histogram(((tile_keys >> shift) & 255).to(tl.int32), _DIGITS, mask=has_prefix)
+                count = _counted(tile_keys, tile_is_free, low, shift)
             else:
+                count = tl.zeros([_DIGITS], tl.int32)
                 for first in range(0, pages, TILE):
-                    _, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-                    has_prefix = ((key ^ low) >> (shift + 8)) == 0
-                    count += tl.histogram(((key >> shift) & 255).to(tl.int32), _DIGITS, mask=has_prefix)
+                    _, key, is_free = _keys_of(scores, first, pages, sinks, recent, TILE)
+                    count += _counted(key, is_free, low, shift)
             at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-            chosen = tl.max(tl.where(better + at_least >= budget, digit, 0), 0)
+            chosen = tl.max(tl.where(better + at_least >= selectable, digit, 0), 0)
             better += tl.sum(tl.where(digit > chosen, count, 0), 0)
-            low += chosen.to(tl.int64) << shift
+            low += chosen.to(tl.uint32) << shift
     return low, better
 
 
@@ -72,18 +78,23 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     pages = tl.load(num_pages + row)
     budget = tl.minimum(tl.minimum(tl.load(budgets + row), pages), k)
     request = tl.load(requests + row).to(tl.int64)
-    low, better = _threshold(scores, pages, budget, sinks, recent, TILE, ONE_TILE)
-    ties = budget - better  # the first ones of the equal keys are selected
+    forced = tl.minimum(sinks, pages) + tl.minimum(recent, tl.maximum(pages - sinks, 0))
+    low, better = _threshold(scores, pages, budget - forced, sinks, recent, TILE, ONE_TILE)
+    # The first ones of the equal keys are selected; of forced pages alone, as many as the budget has.
+    is_forced_only = budget <= forced
+    ties = tl.where(is_forced_only, budget, budget - forced - better)
 
     taken = tl.zeros([], tl.int32)
     resident = tl.zeros([], tl.int32)
     lacking = tl.zeros([], tl.int32)
     equals = tl.zeros([], tl.int32)
     for first in range(0, pages, TILE):
-        column, key = _keys_of(scores, first, pages, sinks, recent, TILE)
-        equal = ((key == low) & (column < pages)).to(tl.int32)
+        column, key, is_free = _keys_of(scores, first, pages, sinks, recent, TILE)
+        is_forced = (column < pages) & (is_free == 0)
+        equal = tl.where(is_forced_only, is_forced, is_free & (key == low)).to(tl.int32)
         rank = equals + tl.cumsum(equal, 0)
-        pick = (column < pages) & ((key > low) | ((equal > 0) & (rank <= ties)))
+        is_better = (is_forced | (is_free & (key > low))) & (is_forced_only == 0)
+        pick = is_better | ((equal > 0) & (rank <= ties))
         equals += tl.sum(equal, 0)
         page = tl.load(table + row * table_stride + column, mask=pick, other=-1)
         frame = page  # without a map the device reads the host pool
@@ -91,9 +102,10 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
             frame = tl.load(frame_of + request * frame_columns + column, mask=pick & (column < frame_columns), other=-1)
         is_resident, is_missing = (pick & (frame >= 0)).to(tl.int32), (pick & (frame < 0)).to(tl.int32)
         picked = pick.to(tl.int32)
-        tl.store(chosen + line * k + taken + tl.cumsum(picked, 0) - 1, column, mask=pick)
-        tl.store(frames + line * k + resident + tl.cumsum(is_resident, 0) - 1, frame, mask=is_resident > 0)
-        to = line * k + lacking + tl.cumsum(is_missing, 0) - 1
+        nth, nth_resident = tl.cumsum(picked, 0), tl.cumsum(is_resident, 0)
+        tl.store(chosen + line * k + taken + nth - 1, column, mask=pick)
+        tl.store(frames + line * k + resident + nth_resident - 1, frame, mask=is_resident > 0)
+        to = line * k + lacking + nth - nth_resident - 1
         tl.store(missing + to, page, mask=is_missing > 0)
         tl.store(absent + to, column, mask=is_missing > 0)
         taken += tl.sum(picked, 0)
@@ -122,13 +134,14 @@ def select_pages(
     rows, lists, columns = scores.shape
     number, listed = num_pages.new_empty(4, rows, lists), num_pages.new_empty(4, rows, lists, max_pages)
     missing, mailbox_count = (listed[2], None) if mailbox is None else (mailbox[0][:rows], mailbox[1])
+    tile = min(_MAX_TILE, triton.next_power_of_2(max(columns, 16)))
     out = Selection(listed[0], number[0], listed[1], number[1], number[2], missing, listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, seq_lens, budgets, requests, frame_of, table, out.pages, out.pages_listed, out.frames,
             out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, mailbox_count, counters, sinks,
             max(recent, 1), columns, max_pages, table.stride(0), 0 if frame_of is None else frame_of.shape[1],
-            lists, page_size, min(_MAX_TILE, triton.next_power_of_2(max(columns, 16))), columns <= _MAX_TILE,
+            lists, page_size, tile, columns <= _MAX_TILE, num_warps=_WARPS if tile == _MAX_TILE else 4,
         )  # fmt: skip
     return out
 

@@ -30,14 +30,8 @@ class Lives(RuleBasedStateMachine):
         self.engine.method._strategy = (  # type: ignore[method-assign]
             lambda rows, on_cpu: self.strategy if bool(on_cpu.any()) else "gpu"
         )
-        questions = self.parking.questions
-        take = questions.take
-
-        def perhaps_late(layer, wanted, waits, now):  # type: ignore[no-untyped-def]
-            """Late: no answer is there where nobody waits for it; else all are."""
-            return take(layer, wanted & waits if self.late else wanted, waits if self.late else wanted, now)
-
-        questions.take = perhaps_late  # type: ignore[method-assign]
+        # Late: no answer is there where nobody waits for it; else all are.
+        self.parking.questions.has_arrived = lambda request, ticket: not self.late  # type: ignore[attr-defined]
 
     @property
     def parking(self) -> Parking:

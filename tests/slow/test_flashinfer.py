@@ -124,6 +124,24 @@ def test_lists_are_exact(each: tuple[FlashInfer, torch.device]) -> None:
         assert relative_error(lse[:, :, 0].cpu(), expected_lse) < 1e-3
 
 
+def test_chunks_attend_pages_with_their_earlier_tokens_in_one_call(each: tuple[FlashInfer, torch.device]) -> None:
+    """Of other pages and in another store with the same plan; then of longer lists."""
+    found, device = each
+    for tokens in ([PAGE + 5, 3 * PAGE], [PAGE + 5, 3 * PAGE], [PAGE + 6, 3 * PAGE + 1]):
+        kv, chunks = torch.randn(9, KV_HEADS, 2, PAGE, DIM).bfloat16(), [(1, 6), (8, 20)]
+        q = drawn(21, HEADS)
+        ids = [torch.randperm(9)[: -(-count // PAGE)] for count in tokens]
+        lists = [(x.int().to(device), count) for x, count in zip(ids, tokens, strict=True)]
+        partials = found.prompts.over_pages(q.to(device), kv.to(device), chunks, lists)
+        for (start, end), pages, count, partial in zip(chunks, ids, tokens, partials, strict=True):
+            for token in range(start, end):
+                seen = torch.tensor(count - (end - 1 - token))
+                valid = (seen - torch.arange(len(pages)) * PAGE).clamp(0, PAGE)[None, None]
+                expected, lse = reference.paged_attention(q[token : token + 1], kv, pages[None, None], valid, SCALE)
+                assert relative_error(partial.out[token - start].cpu(), expected[0]) < ERROR
+                assert relative_error(partial.lse[token - start].cpu(), lse[0]) < 1e-2
+
+
 def test_frames_are_read_where_they_lie(
     made: FlashInfer, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +199,11 @@ def test_the_runtime_is_exact_with_it(
     """Prompts of several requests in one step, one of which begins with the other's pages; then decoding beside a
     prompt and alone, on a device that is late."""
     calls: list[str] = []
-    for kind in (installed.BatchPrefillWithRaggedKVCacheWrapper, installed.BatchDecodeWithPagedKVCacheWrapper):
+    for kind in (
+        installed.BatchPrefillWithRaggedKVCacheWrapper,
+        installed.BatchPrefillWithPagedKVCacheWrapper,
+        installed.BatchDecodeWithPagedKVCacheWrapper,
+    ):
 
         def counted(*args: Any, run: Any = kind.run, name: str = kind.__name__, **more: Any) -> Any:
             calls.append(name)
@@ -204,9 +226,14 @@ def test_the_runtime_is_exact_with_it(
             made.step(work, tolerance=3e-2)
         for _ in range(3):
             made.step({"b": 1, "a": 1, "c": 1}, tolerance=3e-2)
-    assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * 4  # layers, steps with prompts
-    # In a layer that frames hold, and in one that is on the device whole.
-    assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == (0 if name == "headinfer" else 2 * 5)
+    # In scout's layers a chunk attends its pages on the device in one call, and itself alone if nothing came before it.
+    alone, in_pages = (2, 3) if name == "scout" else (4, 0)  # steps
+    assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * alone
+    assert calls.count("BatchPrefillWithPagedKVCacheWrapper") == 2 * in_pages
+    # In a layer that frames hold, and in one that is on the device whole. b began without its prefix on the device, so
+    # only the device knows what its frames hold.
+    decoded = {"headinfer": 0, "dense": 2 * 5, "scout": 2 * 5 - 3}
+    assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == decoded[name]
 
 
 # --- whether it is used ---

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid_backend.methods.clo import Clo
+from hybrid_backend.methods.headinfer import HeadInfer
 from hybrid_backend.methods.hgca import Hgca
 from tests.support.harness import PAGE, Engine, config, decode_step, spec
 from tests.support.scenario import check_digests, check_nothing_is_left, step
@@ -51,7 +52,12 @@ class Life(RuleBasedStateMachine):
             frames_per_request=5,
             staging_tokens=3 * PAGE,
             hgca={"window_tokens": 4 * PAGE, "alpha": 0.5},
-            headinfer={"group_thresholds": [3 * PAGE, 6 * PAGE], "resident_heads": ["0:1"]},
+            headinfer={
+                "group_thresholds": [3 * PAGE, 6 * PAGE],
+                "resident_heads": ["0:1"],
+                "window_heads": ["1:0", "3:0", "3:1"],
+                "window_tokens": PAGE,
+            },
             clo={"eta": 0.3, "persistent": ["0:0", "0:1", "3:1"]},
             metrics={"sample_interval": 7},
         )
@@ -140,6 +146,10 @@ class Life(RuleBasedStateMachine):
             for name, index in owned.items():
                 self.clo_s_frames_hold_what_belongs_there(method, name, index)
             return
+        if isinstance(method, HeadInfer):
+            for name, index in owned.items():
+                self.headinfer_s_frames_hold_what_belongs_there(method, name, index)
+            return
         buffers = decode_step(self.engine).buffers
         page_of = buffers.maps.page_of.view(len(buffers.maps.page_of), -1, MAX_REQUESTS).transpose(1, 2)
         assert (page_of[:, nobody] == -1).all(), "the frames of nobody still hold pages"
@@ -180,6 +190,14 @@ class Life(RuleBasedStateMachine):
                 for i, page in enumerate(cached.tolist()):
                     frame = store[index + (cfg.sinks + i) * MAX_REQUESTS, head]
                     assert torch.equal(frame, self.engine.kv[layer][request.pages[page], head])
+
+    def headinfer_s_frames_hold_what_belongs_there(self, method: HeadInfer, name: str, index: int) -> None:
+        """Sinks and the window. A step that began the next page and died may have written to the oldest one's frame."""
+        first, last, count = method._first, method._last, -(-self.engine.sequences[name].tokens // PAGE)
+        pages = range(count) if count < first + last else (*range(first), *range(count - last + 1, count))
+        for layer in self.engine.runtime.tiers.frames.layers:
+            for page in pages:
+                self.is_copy(layer, name, page, index + int(method.frame_of(torch.tensor([page]))) * MAX_REQUESTS)
 
     @invariant()
     def context_caches_hold_evicted_tokens_of_running_requests(self) -> None:

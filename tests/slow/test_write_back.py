@@ -34,9 +34,11 @@ def shares_what_is_being_written(engine: Engine) -> None:
         engine.refs[page] = 1 + (page in b.pages)
 
 
-def check(device: torch.device, name: str, seed: int, steps: int = 7, order: Order | None = None) -> None:
+def check(
+    device: torch.device, name: str, seed: int, steps: int = 7, order: Order | None = None, layers: int = 3
+) -> None:
     """Chunks that end anywhere in a page, beside decoding rows, against the same on a CPU by native kernels."""
-    keys, shape = {"metrics": {"sample_interval": 1}, **KEYS[name]}, spec(3)  # both draw as many predictions
+    keys, shape = {"metrics": {"sample_interval": 1}, **KEYS[name]}, spec(layers)  # both draw as many predictions
     far = Engine(config(**keys), shape, num_pages=64, max_requests=4, device=device)
     near = Engine(config(**keys, device_kernels="native"), shape, num_pages=64, max_requests=4)
     work: list[dict[str, int]] = [{"a": 2 * PAGE + 3, "b": 7}, {"c": 21}, {"c": 40, "a": 1}, {"c": 19, "b": 1}]
@@ -55,7 +57,7 @@ def check(device: torch.device, name: str, seed: int, steps: int = 7, order: Ord
     if steps < len(work):
         return
     used = sorted({page for each in far.sequences.values() for page in each.pages[:-1]})
-    for layer in range(3):
+    for layer in range(layers):
         assert torch.equal(far.kv[layer][used], near.kv[layer][used])
 
 
@@ -70,8 +72,8 @@ def test_whoever_reads_a_page_finds_the_prompts_tokens_in_it(device: torch.devic
 def test_a_reader_that_does_not_wait_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteBack, "join", lambda self: None)
     with pytest.raises(AssertionError, match="request"):
-        for seed in range(8):  # of each layer's streams either may go on first
-            check(device, "scout", seed, 1, "default first")
+        for seed in range(16):  # of the last layer's streams either may go on first
+            check(device, "scout", seed, 1, "default first", layers=2)
     STREAMS.finish()
 
 

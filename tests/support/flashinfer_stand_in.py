@@ -64,6 +64,57 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         return _attention(q, k, v, (sequence[:, None] == sequence) & (token[:, None] >= token), self._scale)
 
 
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None,
+        paged_kv_indptr_buf=None, paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None,
+        mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None, variant_owns_mask=False,
+    ) -> None:  # fmt: skip
+        assert kv_layout == "HND" and not use_cuda_graph
+        self._plan = _Plan(float_workspace_buffer)
+
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+        head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False,
+        pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
+        rope_scale=None, rope_theta=None, q_data_type="float16", kv_data_type=None, o_data_type=None,
+        non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0,
+        max_item_len_ptr=None, seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None,
+        max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False, uniform_q_len=None,
+    ) -> None:  # fmt: skip
+        assert causal and int(qo_indptr[0]) == 0 and len(paged_kv_indices) == int(paged_kv_indptr[-1])
+        assert bool((paged_kv_indptr[1:] > paged_kv_indptr[:-1]).all())
+        assert bool(((paged_kv_last_page_len > 0) & (paged_kv_last_page_len <= page_size)).all())
+        self._heads, self._total = (num_qo_heads, num_kv_heads, head_dim_qk), int(qo_indptr[-1])
+        self._page_size = page_size
+        self._dtype, self._scale = q_data_type, sm_scale
+        self._indices = paged_kv_indices.to(self._plan.device, non_blocking=True)
+        self._plan.write(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+
+    def run(
+        self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
+        return_lse=False, lse_base="log2", lse_layout="NH", enable_pdl=None, window_left=None, sinks=None,
+        kv_cache_sf=None, skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None,
+    ) -> Any:  # fmt: skip
+        k, v = paged_kv_cache
+        assert return_lse and k.shape == v.shape and k.stride() == v.stride() and k.stride(-1) == 1
+        assert (q.shape[1], k.shape[1], q.shape[2]) == self._heads and k.shape[2] == self._page_size
+        assert q.dtype == k.dtype == self._dtype and q.stride(2) == 1 and len(q) == self._total
+        first, indptr, last = self._plan.read()
+        at = torch.arange(len(self._indices), device=q.device)
+        owner = (at[:, None] >= indptr[1:]).sum(1)
+        offset = torch.arange(self._page_size, device=q.device)
+        place = (at - indptr.index_select(0, owner))[:, None] * self._page_size + offset
+        tokens = (indptr[1:] - indptr[:-1] - 1) * self._page_size + last
+        token = torch.arange(len(q), device=q.device)
+        row = (token[:, None] >= first[1:]).sum(1)
+        # The last query attends all tokens of its list, the one before it all but one.
+        limit = tokens.index_select(0, row) - first.index_select(0, row + 1) + token + 1
+        seen = (row[:, None] == owner)[..., None] & (place < limit[:, None, None])
+        pages = [x.index_select(0, self._indices).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+        return _attention(q, *pages, seen.flatten(1), self._scale)
+
+
 class BatchDecodeWithPagedKVCacheWrapper:
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
@@ -110,8 +161,8 @@ class _Plan:
     def __init__(self, workspace: Tensor) -> None:
         assert workspace.dtype == torch.uint8
         self.device = workspace.device
-        self._there = torch.zeros(2, 64, dtype=torch.int32, device=self.device)
-        self._pinned = torch.zeros(2, 64, dtype=torch.int32, pin_memory=True)
+        self._there = torch.zeros(3, 64, dtype=torch.int32, device=self.device)
+        self._pinned = torch.zeros(3, 64, dtype=torch.int32, pin_memory=True)
         self._sizes: list[int] = []
 
     def write(self, *numbers: Tensor) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.methods.apex.questions import PoolQuestions
 from hybrid_backend.workers import Ticket
@@ -48,15 +46,13 @@ class Held:
 @contextmanager
 def settled(questions: PoolQuestions, held: Held | None = None) -> Iterator[None]:
     """Every answer is there when it is looked for, but for held ones: the steps can be counted."""
-    take = questions.take
+    has_arrived = questions.has_arrived
 
-    def patient(layer: int, wanted: Any, waits: Any, now: Any) -> Any:
-        holds = set() if held is None else held.holds
-        there = torch.tensor([int(request) not in holds for request in now.requests[: len(wanted)]])
-        return take(layer, wanted, wanted & (there | waits), now)
+    def patient(request: int, ticket: Ticket) -> bool:
+        return held is None or request not in held.holds
 
-    questions.take = patient  # type: ignore[method-assign]
+    questions.has_arrived = patient  # type: ignore[method-assign]
     try:
         yield
     finally:
-        questions.take = take  # type: ignore[method-assign]
+        questions.has_arrived = has_arrived  # type: ignore[method-assign]

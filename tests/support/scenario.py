@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.step.driver import StepDriver
+from hybrid_backend.step.method import FixedFrames
 from tests.support.harness import PAGE, Engine
 
 
@@ -114,7 +115,9 @@ def step(engine: Engine, work: Mapping[str, int], tolerance: float = 1e-4) -> di
 def is_dense(engine: Engine, work: Mapping[str, int]) -> bool:
     """Tell whether the configuration promises dense attention for the decode rows of a step."""
     config = engine.cfg
-    if config.sparse == "never" or config.method in ("dense", "headinfer", "apex"):
+    if config.sparse == "never" or config.method in ("dense", "apex"):
+        return True
+    if config.method == "headinfer" and not config.headinfer.window_heads:
         return True
     sequences = [engine.sequences[name] for name in work]
     longest = max([-(-(s.tokens + 1) // config.page_size) for s in sequences if s.tokens >= s.prompt], default=0)
@@ -126,9 +129,9 @@ def check_nothing_is_left(engine: Engine) -> None:
     """Check that no frame, no residency map and no gauge knows of a request after all requests have ended."""
     runtime = engine.runtime
     gauges = runtime.gauges()
-    assert runtime.tiers.frames.running == 0
+    assert runtime.tiers.frames.running == runtime.tiers.prompt_frames.running == 0
     assert gauges["hybrid_frames_in_use"] == gauges["hybrid_resident_requests"] == 0
-    if isinstance(runtime.executor, StepDriver) and engine.cfg.method != "clo":  # whose frames need no map
+    if isinstance(runtime.executor, StepDriver) and not isinstance(runtime.method, FixedFrames):  # whose map is fixed
         maps = runtime.executor.buffers.maps
         assert bool((maps.page_of.cpu() == -1).all()) and bool((maps.frame_of.cpu() == -1).all())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class Streams:
         self.by_kind: dict[str, int] = {}  # launches, by what they are
         self.bus: dict[str, list[int]] = {}  # of replayed graphs: bytes of pinned memory that each kind read and wrote
         self.measured: list[int] | None = None  # those of the kind that runs
+        # The same of launches outside of graphs, by kind and whether the stream is the default one; None: not counted.
+        self.traffic: dict[tuple[str, bool], list[int]] | None = None
         self.programs: dict[str, int] = {}  # of a launch of each kind, at most
         self.variants: set[Hashable] = set()  # of kernels, that a GPU would have compiled
 
@@ -67,6 +70,8 @@ class Streams:
             self.graph.keep(self.current, work, kind)
             return
         self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
+        if self.traffic is not None:
+            work = partial(self._measure, work, self.traffic.setdefault((kind, self.current is None), [0, 0]))
         if self.late:
             self._push(self.current, work)
         else:
@@ -272,9 +277,15 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self._mark: Mark | None = None
+        self._recorded_at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._mark = STREAMS.record(STREAMS.current if stream is None else stream.name)
+        self._recorded_at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host between both records: the device has no clock of its own."""
+        return (end._recorded_at - self._recorded_at) * 1e3
 
     def wait(self, stream: Stream | None = None) -> None:
         STREAMS.wait(STREAMS.current if stream is None else stream.name, self._mark)

@@ -35,6 +35,7 @@ from hybrid_backend.step.method import OwnMemory, WaitingMethod, WaitingRows, fr
 from hybrid_backend.step.operations import are_launches
 from hybrid_backend.step.request_room import RequestRoom
 from hybrid_backend.step.residency import Residency
+from hybrid_backend.step.toolbox import PageLists
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
 from hybrid_backend.workers import WorkerPool
@@ -170,7 +171,8 @@ class Apex(WaitingMethod):
         strategy = self._strategy(rows, on_cpu)
         self._room = self._room_beside(rows, on_cpu)
         indices = self.tiers.frames.indices(rows.request_ids)
-        self._parking.begin(rows, indices, on_cpu, parks=strategy == "overlap")
+        pages = step.inputs(rows.count).pages
+        self._parking.begin(rows, indices, on_cpu, parks=strategy == "overlap", pages=pages)
         step.counting.count_strategy(strategy, self._verdict.strategy if bool(on_cpu.any()) else "gpu")
         requests = step.inputs(rows.count).requests.long()
         self._frames[: rows.count] = step.maps.frame_of[0][requests]
@@ -214,23 +216,26 @@ class Apex(WaitingMethod):
 
     def attend(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         inputs, cpu, host = step.inputs(len(q)), self._parking, self.tiers.host.views[layer]
-        asks = (step.is_captured or not cpu.is_idle) and self.config.apex.strategy != "gpu"
-        if asks:
-            cpu.ask(layer, q, inputs)
-        out, lse = step.attend(
-            q, self.tiers.frames.layers[layer], self._frames[: len(q), None], cpu.device_tokens[: len(q), None]
-        )
-        answer = None
-        if asks:
-            answers = cpu.take(layer, inputs, step.counters(layer))
-            growing = (cpu.tail[: len(q)] * answers.ready).int()[:, None]
-            in_host = step.attend(q, host, inputs.pages.view(-1, 1, 1), growing)
-            answer = answers.out, answers.lse
-        elif step.is_captured or not cpu.is_idle:
-            in_host = step.attend(q, host, inputs.table[:, None], (inputs.seq_lens * cpu.on_cpu[: len(q)])[:, None])
-        else:
-            return step.merge(layer, (out, lse), None, q.dtype)
-        return step.merge(layer, (torch.cat([out, in_host[0]], 2), torch.cat([lse, in_host[1]], 2)), answer, q.dtype)
+        rows, frames, frame_ids = cpu.rows_of(len(q)), self.tiers.frames.layers[layer], self._frames[: len(q), None]
+        stores = [PageLists(lambda: frames, frame_ids, rows.device_tokens[:, None], frame_ids.shape[2])]
+        if not (step.is_captured or not cpu.is_idle):
+            return step.merge(layer, step.attend_stores(q, stores), None, q.dtype)
+        if self.config.apex.strategy == "gpu":
+            tokens = (inputs.seq_lens * rows.on_cpu)[:, None]
+            stores.append(PageLists(lambda: host, inputs.table[:, None], tokens, inputs.table.shape[1]))
+            return step.merge(layer, step.attend_stores(q, stores), None, q.dtype)
+        answers: list[tuple[Tensor, Tensor]] = []
+
+        def host_after_answers() -> Tensor:
+            """Return the host pool when the device has attended its own rows and the CPU has answered."""
+            answers.append(cpu.take(layer, inputs, step.counters(layer)))
+            return host
+
+        cpu.ask(layer, q, inputs)
+        # The growing page is attended in the step that takes the answer, so `take` sets its tokens.
+        stores.append(PageLists(host_after_answers, inputs.pages.view(-1, 1, 1), rows.growing[:, None], 1))
+        partials = step.attend_stores(q, stores)
+        return step.merge(layer, partials, answers[0], q.dtype)
 
 
 def _machine(name: str, device: torch.device) -> Hardware:

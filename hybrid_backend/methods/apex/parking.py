@@ -17,6 +17,7 @@ Data on the device tier decides what a row does, so that a CUDA graph can hold i
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +26,20 @@ from hybrid_backend.batch import DecodeRows, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import STEPS
-from hybrid_backend.kernels.operations import Counters
-from hybrid_backend.methods.apex.questions import Answers, Questions
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, Counters, RowStates
+from hybrid_backend.methods.apex import rows as host_rows
+from hybrid_backend.methods.apex.questions import Questions
 from hybrid_backend.step.patience import Patience
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 
-_NOWHERE, _FAILED = -1, -2
-"""Values in place of a layer: the row is not parked, or its answer failed so that it stays where it is."""
-_WAITED = Counters._fields.index("waited")
 _COUNTED = ("resident_pages", "missing_pages", "resident_tokens", "missing_tokens")
 assert Counters._fields[: len(_COUNTED)] == _COUNTED
 
 
 def parking_bytes(rows: int, hidden: int) -> int:
     """Return the bytes that `Parking` keeps on the device tier for ``rows`` requests."""
-    return rows * (7 * 4 + 5 * 8) + STEPS * rows * 2 * 4 + (rows + 1) * 2 * hidden * 4
+    return rows * (len(RowStates._fields) * 4 + 5 * 8) + (rows + 1) * 2 * hidden * 4
 
 
 class Parking:
@@ -62,26 +61,28 @@ class Parking:
         self.may_park = False
         self._deadline, self._page = config.workers.deadline_seconds, config.page_size
         self._patience = Patience(self._deadline)
-        self._columns = torch.zeros(7, rows, dtype=torch.int32, device=device)
-        self.on_cpu, self.parks, self.parked, self.live = self._columns[:4]
-        self.whole, self.tail, self.device_tokens = self._columns[4:]
+        self._columns = torch.zeros(len(RowStates._fields), rows, dtype=torch.int32, device=device)
+        self.rows = RowStates(*self._columns)
+        self._first_rows = dict[int, tuple[RowStates, Tensor]]()  # States and counts by the number of rows.
         self._wide = torch.zeros(1 + len(_COUNTED), rows, dtype=torch.int64, device=device)
         self._slots, self._counts = self._wide[0], self._wide[1:]
         # Inputs of decoder layers per request; padding rows share the last entry. fp32 represents all values of bf16.
         self._saved = torch.zeros(rows + 1, 2, hidden, device=device)
         # `live` and `parked` of each row after the last layer, for the last STEPS steps, which the host reads late.
-        self._ended = torch.zeros(STEPS, rows, 2, dtype=torch.int32, device=device)
-        self._published = torch.zeros_like(self._ended, device="cpu")
-        if device.type == "cuda":
-            self._published = self._published.pin_memory()
-        self._asking = self._taking = torch.zeros(0, dtype=torch.bool)
+        self._published = torch.zeros(STEPS, rows, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._kernels: Any = host_rows
+        if tiers.is_async:
+            from hybrid_backend.kernels.triton import questions as kernels  # Triton is not on all platforms.
+
+            self._kernels = kernels
+        self.idle()
         self._layer_of: dict[int, int] = {}  # Layer in which each parked request waits.
         self._since: dict[int, float] = {}  # Time since which each parked request waits.
 
     @property
     def device_bytes(self) -> int:
         """Device memory of the rows and of the questions."""
-        buffers = self._columns.nbytes + self._wide.nbytes + self._saved.nbytes + self._ended.nbytes
+        buffers = self._columns.nbytes + self._wide.nbytes + self._saved.nbytes
         return buffers + self.questions.device_bytes
 
     @property
@@ -103,7 +104,7 @@ class Parking:
 
     # --- between steps, on the host ---
 
-    def begin(self, rows: DecodeRows, indices: list[int], on_cpu: Tensor, parks: bool) -> None:
+    def begin(self, rows: DecodeRows, indices: list[int], on_cpu: Tensor, parks: bool, pages: Tensor) -> None:
         """Open a step.
 
         Args:
@@ -111,28 +112,37 @@ class Parking:
             indices: request index of each row.
             on_cpu: ``[rows]`` bool on the host.
             parks: rows on the CPU overlap. If not, they wait inside the layers.
+            pages: ``[rows]`` int32 host page of each row's new token, on the device tier.
         """
         count, capacity = rows.count, self._columns.shape[1]
         self.is_idle = not bool(on_cpu.any())
         whole = (rows.seq_lens - 1) // self._page  # The device attends the growing page.
         tail = rows.seq_lens - whole * self._page
-        parked = torch.tensor([self._layer_of.get(index, _NOWHERE) for index in indices])
-        self.may_park = bool((on_cpu * parks).any() or (parked != _NOWHERE).any())
-        columns = torch.zeros(7, capacity, dtype=torch.int32)
-        columns[:, :count] = torch.stack(
-            [on_cpu.long(), on_cpu.long() * parks, parked, (parked == _NOWHERE).long(), on_cpu * whole, on_cpu * tail,
-             ~on_cpu * rows.seq_lens]
-        ).int()  # fmt: skip
+        parked = torch.tensor([self._layer_of.get(index, NOWHERE) for index in indices])
+        live = parked == NOWHERE
+        self.may_park = bool((on_cpu * parks).any() or not live.all())
+        columns = torch.zeros(self._columns.shape, dtype=torch.int32)
+        states = RowStates(*columns)
+        for state, values in (
+            (states.on_cpu, on_cpu), (states.parks, on_cpu * parks), (states.parked, parked), (states.live, live),
+            (states.asks, on_cpu & live), (states.whole, on_cpu * whole), (states.tail, on_cpu * tail),
+            (states.device_tokens, ~on_cpu * rows.seq_lens),
+        ):  # fmt: skip
+            state[:count] = values
+        states.stored.fill_(-1)
         wide = torch.zeros(len(self._wide), capacity, dtype=torch.int64)
         wide[0] = capacity
         wide[:, :count] = torch.stack([torch.tensor(indices), torch.ones_like(whole), whole, tail, whole * self._page])
         self.questions.begin(self._patience.seconds)
         self._columns.copy_(sent(columns, self._columns.device))
+        stored, own = self.rows_of(count).stored, self.rows_of(count).live > 0
+        stored.copy_(torch.where(own, pages, -1))
         self._wide.copy_(sent(wide, self._wide.device))
 
     def idle(self) -> None:
         """Make all rows padding."""
         self._columns.zero_()
+        self.rows.stored.fill_(-1)
         self._wide.zero_()
         self._slots.fill_(self._columns.shape[1])
 
@@ -169,10 +179,10 @@ class Parking:
                 continue
             request, seconds = indices[r], time.monotonic()
             waits = 0.0 if request is None else seconds - self._since.get(request, seconds)
-            if parked == _FAILED:
+            if parked == FAILED:
                 gone = WorkerError("a CPU worker failed on a question of a request that is gone")
                 errors[r] = gone if request is None else self.questions.failure(request)
-            elif parked == _NOWHERE or waits > self._deadline:
+            elif parked == NOWHERE or waits > self._deadline:
                 errors[r] = DeadlineError(
                     f"CPU workers did not answer a request on the CPU within workers.deadline_seconds={self._deadline}"
                 )
@@ -194,60 +204,41 @@ class Parking:
 
         ``hidden`` and ``residual`` are ``[tokens, hidden]`` of the batch, and are changed in place.
         """
-        count = rows.count
         if not self._saved.shape[2]:
             return  # No row ever parks.
-        restores = (self.parked[:count] == layer)[:, None]
-        saves = (self.live[:count] * self.parks[:count] > 0)[:, None]
-        slots = self._slots[:count]
-        saved = self._saved[slots]
-        new_saved = []
-        for part, x in enumerate((hidden, residual)):
-            if x is None:
-                new_saved.append(saved[:, part])
-                continue
-            of_rows = rows.gather(x)
-            new_saved.append(torch.where(saves, of_rows.float(), saved[:, part]))
-            restored = torch.where(restores, saved[:, part].to(x.dtype), of_rows)
-            if rows.whole_batch:
-                x[:count] = restored
-            else:
-                x.index_copy_(0, rows.tokens.to(x.device), restored)
-        self._saved.index_copy_(0, slots, torch.stack(new_saved, 1))
+        tokens = None if rows.whole_batch else rows.tokens.to(hidden.device)
+        self._kernels.move_inputs(
+            self.rows_of(rows.count), layer, hidden, residual, tokens, self._slots[: rows.count], self._saved
+        )
 
-    def stored(self, pages: Tensor) -> Tensor:
-        """Return ``[rows]`` int32 pages of the rows' tokens; -1 for parked rows, whose K and V are not valid."""
-        return torch.where(self.live[: len(pages)] > 0, pages, -1)
+    def rows_of(self, count: int) -> RowStates:
+        """Return the states of the first ``count`` rows."""
+        return self._of(count)[0]
+
+    def _of(self, count: int) -> tuple[RowStates, Tensor]:
+        if count not in self._first_rows:
+            self._first_rows[count] = self.rows.first(count), self._counts[:, :count]
+        return self._first_rows[count]
+
+    def stored(self, rows: int) -> Tensor:
+        return self.rows_of(rows).stored
 
     def ask(self, layer: int, q: Tensor, inputs: StepInputs) -> None:
         """Ask the workers for the rows on the CPU that reach this layer. ``q`` is ``[rows, heads, head_dim]``."""
-        count = len(q)
-        self._asking = self.live[:count] * self.on_cpu[:count] > 0
-        self._taking = self._asking & (self.parks[:count] == 0) | (self.parked[:count] == layer)
-        self.questions.ask(layer, q, self._asking, self.whole[:count], inputs)
+        self.questions.ask(layer, q, self.rows_of(len(q)), inputs)
 
-    def take(self, layer: int, inputs: StepInputs, counters: Tensor) -> Answers:
+    def take(self, layer: int, inputs: StepInputs, counters: Tensor) -> tuple[Tensor, Tensor]:
         """Return the answers of rows that wait, and of rows that parked at this layer in an earlier step.
 
         Rows with an answer go on with the next layer.
         """
-        count = len(self._asking)
-        parks, on_cpu, parked, live = (x[:count] for x in (self.parks, self.on_cpu, self.parked, self.live))
+        rows, counts = self._of(len(inputs.requests))
         try:
-            answers = self.questions.take(layer, self._taking, self._taking & (parks == 0), inputs)
+            return self.questions.take(layer, rows, inputs, counts, counters)
         except DeadlineError:
             self._patience.note(is_missed=True)
             raise
-        ready = answers.ready.int()
-        stays = torch.where(self._asking & (parks > 0), layer, torch.where(answers.failed, _FAILED, parked))
-        parked.copy_(torch.where(answers.ready, _NOWHERE, stays))
-        live.copy_(torch.where(on_cpu > 0, ready, live))
-        counters[: len(_COUNTED)] += (self._counts[:, :count] * ready).sum(1)
-        counters[_WAITED] += answers.waited
-        return answers
 
     def end(self, number: Tensor) -> None:
         """Publish the places of the rows after the last layer. ``number`` is `StepInputs.number`."""
-        ended = torch.stack([self.live, self.parked], 1)[None]
-        self._ended.index_copy_(0, (number % STEPS).long(), ended)
-        self._published.copy_(self._ended, non_blocking=True)
+        self._kernels.publish(self.rows, number, self._published)

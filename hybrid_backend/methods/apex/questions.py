@@ -7,6 +7,7 @@ step and wait for the answer.)
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,51 +18,42 @@ from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.kernels.cpu.mailbox import QuestionBoxes, question_bytes
+from hybrid_backend.kernels.operations import Counters, RowStates
+from hybrid_backend.methods.apex.rows import settle
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.state import StepInputs
 from hybrid_backend.workers import NativePool, Owners, Ticket, WorkerPool
 
-
-class Answers(NamedTuple):
-    """Answers of the workers; a row without an answer has an empty partial (output 0, lse -inf).
-
-    Attributes:
-        ready: ``[rows]`` bool; the row has an answer.
-        failed: ``[rows]`` bool; the workers could not compute the answer.
-        out: ``[rows, heads, head_dim]`` fp32.
-        lse: ``[rows, heads]`` fp32.
-        waited: ``[]`` int64 nanoseconds of all rows together.
-    """
-
-    ready: Tensor
-    failed: Tensor
-    out: Tensor
-    lse: Tensor
-    waited: Tensor
+_WAITED = Counters._fields.index("waited")
 
 
 class Questions(Protocol):
     """Transport of questions and answers between the device tier and the CPU workers."""
 
-    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
-        """Ask for attention over the first pages of some rows. Returns at once.
+    def ask(self, layer: int, q: Tensor, rows: RowStates, inputs: StepInputs) -> None:
+        """Ask for attention over the whole pages of the rows that ask. Returns at once.
 
         Args:
             layer: layer of the model.
             q: ``[rows, heads, head_dim]``.
-            mask: ``[rows]`` bool on the device tier; the rows that ask.
-            whole: ``[rows]`` int32 number of pages, all of which are full.
+            rows: states of the rows.
             inputs: inputs of the step for as many rows.
         """
 
-    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
-        """Return the answers of some rows to their last questions.
+    def take(
+        self, layer: int, rows: RowStates, inputs: StepInputs, counts: Tensor, counters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take the answers of rows that wait, and of rows that parked at this layer, and settle all rows.
 
         Args:
             layer: layer of the model.
-            mask: ``[rows]`` bool on the device tier; the rows that take an answer.
-            waits: ``[rows]`` bool; the rows whose answers are waited for, until the deadline.
+            rows: states of the rows, updated in place.
             inputs: inputs of the step for as many rows.
+            counts: ``[4, rows]`` int64 pages and tokens to count for each row with an answer.
+            counters: counters of the layer (`operations.Counters`).
+
+        Returns:
+            Partials ``[rows, heads, head_dim]`` and ``[rows, heads]`` fp32, empty (0 and -inf) without an answer.
 
         Raises:
             WorkerError: the workers failed, or were late, for a row that waits, and the caller can be told.
@@ -96,10 +88,10 @@ class PoolQuestions:
         self._tickets: dict[int, Ticket] = {}  # Keyed by request; a question about no page has no ticket.
         self._failed: dict[int, WorkerError] = {}
 
-    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
+    def ask(self, layer: int, q: Tensor, rows: RowStates, inputs: StepInputs) -> None:
         generation = self._tiers.frames.generation
-        for r in mask.nonzero().flatten().tolist():
-            request, count = int(inputs.requests[r]), int(whole[r])
+        for r in rows.asks.nonzero().flatten().tolist():
+            request, count = int(inputs.requests[r]), int(rows.whole[r])
             self.forget(request)
             if not count:
                 continue
@@ -110,29 +102,40 @@ class PoolQuestions:
                 Owners(index, generation[index], generation),
             )  # fmt: skip
 
-    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
-        rows, began = len(mask), time.perf_counter()
-        ready, failed = torch.zeros(2, rows, dtype=torch.bool)
-        out = torch.zeros(rows, self._model.num_heads, self._model.head_dim)
-        lse = torch.full((rows, self._model.num_heads), float("-inf"))
-        for r in mask.nonzero().flatten().tolist():
+    def take(
+        self, layer: int, rows: RowStates, inputs: StepInputs, counts: Tensor, counters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        count, began = len(rows.asks), time.perf_counter()
+        waits = rows.parks == 0
+        takes = (rows.asks > 0) & waits | (rows.parked == layer)
+        ready, failed = torch.zeros(2, count, dtype=torch.bool)
+        out = torch.zeros(count, self._model.num_heads, self._model.head_dim)
+        lse = torch.full((count, self._model.num_heads), float("-inf"))
+        for r in takes.nonzero().flatten().tolist():
             request = int(inputs.requests[r])
             ticket = self._tickets.get(request)
             if ticket is not None:
-                if not waits[r] and not ticket.done():
+                if not waits[r] and not self.has_arrived(request, ticket):
                     continue
                 try:
-                    partial = ticket.wait(self._seconds)
+                    answer = ticket.wait(self._seconds)
                 except WorkerError as error:
                     if waits[r]:
                         raise
                     self._failed[request], failed[r] = error, True
                     continue
                 del self._tickets[request]
-                out[r], lse[r] = partial.out[0], partial.lse[0]
+                out[r], lse[r] = answer.out[0], answer.lse[0]
             ready[r] = True
-        waited = round((time.perf_counter() - began) * 1e9) if bool(waits.any()) else 0
-        return Answers(ready, failed, out, lse, torch.tensor(waited))
+        if bool((takes & waits).any()):
+            counters[_WAITED] += round((time.perf_counter() - began) * 1e9)
+        counters[: len(counts)] += (counts * ready).sum(1)
+        settle(rows, layer, ready, failed, inputs.pages)
+        return out, lse
+
+    def has_arrived(self, request: int, ticket: Ticket) -> bool:
+        """Tell whether the answer to a request's question is there, so that a row that does not wait takes it."""
+        return ticket.done()
 
     def begin(self, seconds: float) -> None:
         """Begin a step, each of whose waits lasts no longer than ``seconds``."""
@@ -169,27 +172,27 @@ class BoxQuestions:
         layers = {layer: tiers.host.layers[layer] for layer in tiers.layout.full_layers(model)}
         requests = tiers.frames.requests
         self.boxes = QuestionBoxes(workers.native, layers, model.num_heads, requests, columns, model.scale)
-        self._numbers, self._ready, self._out, self._lse, self._time_left, self._waited = _buffers(
-            requests, model, tiers.device
-        )
+        self._buffers = _buffers(requests, model, tiers.device)
 
     def begin(self, seconds: float) -> None:
-        self._time_left.fill_(round(seconds * 1e9))  # Nanoseconds.
+        self._buffers.time_left.fill_(round(seconds * 1e9))  # Nanoseconds.
 
-    def ask(self, layer: int, q: Tensor, mask: Tensor, whole: Tensor, inputs: StepInputs) -> None:
-        position = self.boxes.position[layer]
-        self._kernels.ask_rows(self.boxes, q, inputs.table, whole, inputs.requests, mask.int(), position, self._numbers)
+    def ask(self, layer: int, q: Tensor, rows: RowStates, inputs: StepInputs) -> None:
+        self._kernels.ask_rows(
+            self.boxes, q, inputs.table, rows.whole, inputs.requests, rows.asks, self.boxes.position[layer],
+            self._buffers.numbers,
+        )  # fmt: skip
 
-    def take(self, layer: int, mask: Tensor, waits: Tensor, inputs: StepInputs) -> Answers:
-        rows = len(mask)
-        ready, out, lse = self._ready[:rows], self._out[:rows], self._lse[:rows]
-        left, waited = self._time_left[:rows], self._waited[:rows].zero_()
-        allowed = torch.where(waits, left, 0)
+    def take(
+        self, layer: int, rows: RowStates, inputs: StepInputs, counts: Tensor, counters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        buffers, count = self._buffers, len(rows.asks)
+        out, lse = buffers.out[:count], buffers.lse[:count]
         self._kernels.take_rows(
-            self.boxes, inputs.requests, mask.int(), self._numbers, out, lse, ready, waited, allowed, wait=True
-        )
-        left.copy_(torch.where(waits, allowed, left))
-        return Answers(ready > 0, ready < 0, out, lse, (waited * waits).max())
+            self.boxes, layer, inputs.requests, rows, inputs.pages, buffers.numbers, out, lse, buffers.waited,
+            buffers.time_left, counts, buffers.arrived, counters,
+        )  # fmt: skip
+        return out, lse
 
     def failure(self, request: int) -> WorkerError:
         return WorkerError(self.boxes.failure(request))
@@ -199,7 +202,7 @@ class BoxQuestions:
 
     @property
     def device_bytes(self) -> int:
-        return sum(x.nbytes for x in (self._numbers, self._ready, self._out, self._lse, self._time_left, self._waited))
+        return sum(x.nbytes for x in self._buffers)
 
     @property
     def host_bytes(self) -> int:
@@ -216,9 +219,33 @@ def box_bytes(model: ModelSpec, requests: int, columns: int) -> tuple[int, int]:
     return sum(x.nbytes for x in buffers), host
 
 
-def _buffers(requests: int, model: ModelSpec, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the buffers for numbers, ready flags, outputs, LSEs, time left and time waited."""
-    heads, dim = model.num_heads, model.head_dim
-    shapes = [((), torch.int32), ((), torch.int32), ((heads, dim), torch.float32), ((heads,), torch.float32)]
-    shapes += [((), torch.int64), ((), torch.int64)]
-    return tuple(torch.zeros((requests, *shape), dtype=dtype, device=device) for shape, dtype in shapes)
+class _Buffers(NamedTuple):
+    """Buffers of `BoxQuestions` on the device tier; ``[requests]`` where nothing else is said.
+
+    Attributes:
+        numbers: int32 number of each request's last question.
+        out: ``[requests, heads, head_dim]`` fp32 answers of a layer's rows.
+        lse: ``[requests, heads]`` fp32.
+        time_left: int64 nanoseconds that each row may still wait in this step.
+        waited: int64 scratch.
+        arrived: ``[1]`` int32 scratch.
+    """
+
+    numbers: Tensor
+    out: Tensor
+    lse: Tensor
+    time_left: Tensor
+    waited: Tensor
+    arrived: Tensor
+
+
+def _buffers(requests: int, model: ModelSpec, device: torch.device) -> _Buffers:
+    heads, zeros = model.num_heads, partial(torch.zeros, device=device)
+    return _Buffers(
+        numbers=zeros(requests, dtype=torch.int32),
+        out=zeros(requests, heads, model.head_dim),
+        lse=zeros(requests, heads),
+        time_left=zeros(requests, dtype=torch.int64),
+        waited=zeros(requests, dtype=torch.int64),
+        arrived=zeros(1, dtype=torch.int32),
+    )

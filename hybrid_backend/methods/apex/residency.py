@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows, PrefillRow, sent
+from hybrid_backend.batch import DecodeRows, PrefillRow, Step, sent
 from hybrid_backend.kernels.operations import Maps
 from hybrid_backend.methods.apex.placement import Placement
 from hybrid_backend.tiers import Tiers
@@ -36,9 +36,16 @@ class SharedResidency:
     def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
         """Do nothing, because whole requests are admitted whatever their scores."""
 
-    def admit(self, request_id: str, index: int, table: Tensor, num_pages: int) -> int:
+    def begin_prompts(self, step: Step) -> None:
+        """Do nothing: prompts of this residency stream their earlier tokens from the host pool."""
+
+    def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
         """Return 0: `open` places the request together with the other requests of the step."""
         return 0
+
+    def lacks(self, index: int) -> bool:
+        """Return False, because a request on the device has all of its pages there."""
+        return False
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         pages = dict(zip(rows.request_ids, rows.num_pages.tolist(), strict=True))

@@ -21,6 +21,7 @@ below 0.857 (at power 3 and eta 0.8) has a threshold below 0, so that it practic
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +36,7 @@ from hybrid_backend.kernels.operations import Selection
 from hybrid_backend.methods.clo.heads import cached_pages, choose_persistent, head_policy, head_scores
 from hybrid_backend.methods.selective import Selective
 from hybrid_backend.step.method import OwnMemory, frames_per_request, named_heads
+from hybrid_backend.step.toolbox import PageLists
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.heads import resident_bytes
 from hybrid_backend.tiers.sizes import pages_of_a_sequence
@@ -51,12 +53,13 @@ class _Lists(NamedTuple):
     frames.
 
     Attributes:
-        num_pages: ``[lists]`` pages of the sequence.
         seq_lens: ``[lists]`` tokens of the sequence.
         budgets: ``[lists]`` pages to attend.
         table: ``[lists, columns]`` pages of the head in the host pool.
         label: ``[lists]`` index of the list's label and cached pages: request * kv_heads + head.
-        tokens: ``[lists, 1]`` tokens to attend.
+        own_pages: ``[kinds, lists]`` pages that the list selects from if its head is persistent, else 0. Layers with
+            the same persistent heads are of one kind.
+        cached_tokens: ``[kinds, lists, 1]`` tokens to attend in frames: 0 if the head is persistent.
         ids: ``[lists, 1, frames]`` pages of the head in frames: sinks, cached and recent pages, or the whole context.
         into: ``[lists, cached]`` the pages among ``ids`` that a load overwrites.
         whole: ``[rows, 1, frames]`` all frames of the request, for layers that attend all pages.
@@ -64,12 +67,12 @@ class _Lists(NamedTuple):
         beyond_tokens: ``[rows, 1]`` tokens of a context that does not fit, else 0.
     """
 
-    num_pages: Tensor
     seq_lens: Tensor
     budgets: Tensor
     table: Tensor
     label: Tensor
-    tokens: Tensor
+    own_pages: Tensor
+    cached_tokens: Tensor
     ids: Tensor
     into: Tensor
     whole: Tensor
@@ -78,10 +81,11 @@ class _Lists(NamedTuple):
 
     def first(self, rows: int, kv_heads: int) -> _Lists:
         """Return the buffers of the first ``rows`` rows."""
-        return _Lists(*(x[:rows] if name in _BY_ROW else x[: rows * kv_heads] for name, x in self._asdict().items()))
-
-
-_BY_ROW = ("whole", "whole_tokens", "beyond_tokens")
+        lists = rows * kv_heads
+        by_row = {name: getattr(self, name)[:rows] for name in ("whole", "whole_tokens", "beyond_tokens")}
+        by_kind = {name: getattr(self, name)[:, :lists] for name in ("own_pages", "cached_tokens")}
+        others = {name: x[:lists] for name, x in self._asdict().items() if name not in by_row | by_kind}
+        return _Lists(**by_row, **by_kind, **others)
 
 
 class _State(NamedTuple):
@@ -89,8 +93,7 @@ class _State(NamedTuple):
 
     Attributes:
         labels: ``[layers, requests, heads, head_dim]`` query of the last load; zeros if there was none.
-        pages: ``[layers, requests * kv_heads + 1, cached]`` int32 logical pages of the last load. The last entry takes
-            what heads that hit would write.
+        pages: ``[layers, requests * kv_heads, cached]`` int32 logical pages of the last load.
         thresholds: ``[layers, kv_heads]`` fp32 tau; -inf for persistent heads.
         weights: ``[layers, heads]`` fp32 importance of query heads.
     """
@@ -152,8 +155,10 @@ class Clo(Selective):
         for layer, row in self._row.items():
             thresholds[layer, list(heads.get(layer, ()))] = -math.inf
             self._state.thresholds[row], self._state.weights[row] = thresholds[layer], weights[layer]
-        # 1 for each head that loads, 0 for a persistent head.
-        self._loads = {layer: (self._state.thresholds[row] > -math.inf).int() for layer, row in self._row.items()}
+        kinds = _kinds(heads, layers)
+        self._kind = {layer: kinds.index(heads.get(layer, ())) for layer in layers}
+        persistent = [[int(head in kind) for head in range(model.num_kv_heads)] for kind in kinds]
+        self._is_persistent_head = torch.tensor(persistent, dtype=torch.int32, device=tiers.device)  # [kinds, kv_heads]
         self._cached = slice(
             config.sinks, config.sinks + cached_pages(config)
         )  # Places in a selection, which is ascending.
@@ -239,16 +244,14 @@ class Clo(Selective):
         def by_head(x: Tensor) -> Tensor:
             return (x[:, None] * kv_heads + heads.view(kv_heads, *[1] * (x.dim() - 1))).flatten(0, 1)
 
-        for into, of in (
-            (lists.num_pages, inputs.num_pages),
-            (lists.seq_lens, inputs.seq_lens),
-            (lists.budgets, inputs.budgets),
-        ):
+        for into, of in ((lists.seq_lens, inputs.seq_lens), (lists.budgets, inputs.budgets)):
             into.copy_(of.repeat_interleave(kv_heads))
         lists.table.copy_(by_head(inputs.table))
         lists.label.copy_(by_head(inputs.requests))
         left_out = (inputs.num_pages - inputs.budgets).clamp(min=0)
-        lists.tokens[:, 0] = (inputs.seq_lens - left_out * config.page_size).repeat_interleave(kv_heads)
+        tokens, own = inputs.seq_lens - left_out * config.page_size, self._is_persistent_head[:, None]
+        lists.own_pages.copy_((inputs.num_pages[:, None] * own).flatten(1))
+        lists.cached_tokens[..., 0] = (tokens[:, None] * (1 - own)).flatten(1)
         frames = self.tiers.frames.size
         requests, i = inputs.requests[:, None], torch.arange(frames, dtype=torch.int32, device=self.tiers.device)
         recent = inputs.num_pages[:, None] - config.recent + i - self._cached.stop
@@ -268,17 +271,14 @@ class Clo(Selective):
         self._looked_up.add(layer)
         tiers, row, inputs, lists = self.tiers, self._row[layer], step.inputs(len(q)), self._of(len(q))
         state, aggregate = self._state, self.config.clo.aggregate
-        missed = tiers.operations.match_labels(
+        to_select = tiers.operations.match_labels(
             q, state.labels[row], state.weights[row], state.thresholds[row], inputs.requests, inputs.num_pages,
             inputs.budgets, aggregate, step.counters(layer),
         ).flatten()  # fmt: skip
-        chosen = self._select(layer, q, lists, lists.table, lists.num_pages * missed, self.config.budget_pages)
-        unused = len(state.pages[row]) - 1
-        state.pages[row].index_copy_(
-            0, torch.where(missed > 0, lists.label, unused).long(), chosen.pages[:, 0, self._cached]
+        chosen = self._select(layer, q, lists, lists.table, to_select, self.config.budget_pages)
+        host_pages, into = tiers.operations.plan_load(
+            chosen, to_select, lists.label, lists.into, self._cached.start, state.pages[row]
         )
-        host_pages = chosen.frames[:, 0, self._cached].contiguous()  # Pages of the host pool, as in the table.
-        into = torch.where(missed[:, None] > 0, lists.into, -1)
         self._under_way[layer] = host_pages, into
         host, frames = head_pages(tiers.host.views[layer]), head_pages(tiers.frames.layers[layer])
         step.copy(layer, host, frames, host_pages, into, is_awaited=True)
@@ -287,36 +287,32 @@ class Clo(Selective):
         is_fixed = step.is_captured or self.tiers.is_async  # A graph needs the same launches for all rows.
         if layer not in self._row or self.config.sparse == "never" or not (is_fixed or self._is_sparse):
             return self._attend_everything(step, layer, q)
-        lists, tiers = self._of(len(q)), self.tiers
-        by_head, loads = q.view(len(lists.label), -1, q.shape[2]), self._loads[layer].repeat(len(q))
-        partials: list[tuple[Tensor, Tensor]] = []
-        persistent = self._persistent.heads.get(layer, ())
-        if persistent:
-            store, places = self._persistent.stores[layer], self._persistent.pages(layer, step.inputs(len(q)).table)
-            chosen = self._select(
-                layer, q, lists, places.flatten(0, 1), lists.num_pages * (1 - loads), step.shape.max_list_pages
-            )  # fmt: skip
+        lists, tiers, kind = self._of(len(q)), self.tiers, self._kind[layer]
+        stores = []  # Each list is persistent or cached, so that it is empty in the other store.
+        if layer in self._persistent.heads:
+            places = self._persistent.pages(layer, step.inputs(len(q)).table).flatten(0, 1)
+            chosen = self._select(layer, q, lists, places, lists.own_pages[kind], step.shape.max_list_pages)
             self._by_true_query = chosen
-            tokens = chosen.tokens * (1 - loads)[:, None]
-            partials.append(step.attend(by_head, head_pages(store), chosen.frames, tokens))
+            store = head_pages(self._persistent.stores[layer])
+            stores.append(PageLists(lambda: store, chosen.frames, chosen.tokens, chosen.frames.shape[2]))
         if not self._is_persistent(layer):
             if layer not in self._looked_up:
                 self.lookahead(step, layer, q)
             step.await_copy(layer)
             self._under_way.pop(layer)
             frames = head_pages(tiers.frames.layers[layer])
-            partials.append(step.attend(by_head, frames, lists.ids, lists.tokens * loads[:, None], self._limit))
+            stores.append(PageLists(lambda: frames, lists.ids, lists.cached_tokens[kind], self._limit))
         self._looked_up.discard(layer)
-        # Each list is persistent or cached, so that its partial of the other kind is empty.
-        cached_partial = tiers.operations.merge_partials(*partials[1]) if len(partials) > 1 else None
-        return step.merge(layer, partials[0], cached_partial, q.dtype)
+        by_head = q.view(len(lists.label), -1, q.shape[2])
+        return step.merge(layer, step.attend_stores(by_head, stores), None, q.dtype)
 
     def _attend_everything(self, step: Toolbox, layer: int, q: Tensor) -> Tensor:
         """Attend all pages: contexts that fit the frames in frames, longer contexts in host memory."""
         inputs, lists, host = step.inputs(len(q)), self._of(len(q)), self.tiers.host.views[layer]
-        in_host = step.attend(q, host, inputs.table[:, None], lists.beyond_tokens, inputs.table.shape[1])
-        in_frames = step.attend(q, self.tiers.frames.layers[layer], lists.whole, lists.whole_tokens)
-        return step.merge(layer, in_frames, self.tiers.operations.merge_partials(*in_host), q.dtype)
+        frames, columns = self.tiers.frames.layers[layer], inputs.table.shape[1]
+        in_host = PageLists(lambda: host, inputs.table[:, None], lists.beyond_tokens, columns)
+        in_frames = PageLists(lambda: frames, lists.whole, lists.whole_tokens, lists.whole.shape[2])
+        return step.merge(layer, step.attend_stores(q, [in_frames, in_host]), None, q.dtype)
 
     def _is_persistent(self, layer: int) -> bool:
         """Tell whether all heads of ``layer`` are persistent, so that the layer has no cache to look up."""
@@ -371,24 +367,30 @@ class Clo(Selective):
         return min(frames, config.budget_pages) if config.sparse == "always" else frames
 
 
+def _kinds(heads: Mapping[int, tuple[int, ...]], layers: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return the distinct sets of persistent heads of the layers."""
+    return list(dict.fromkeys(heads.get(layer, ()) for layer in layers))
+
+
 def _buffers(
     config: HybridConfig, model: ModelSpec, layout: TierLayout, pages: int, rows: int, device: torch.device
 ) -> tuple[_State, _Lists]:
     """Return the buffers of ``rows`` rows; on the device ``meta``, to learn their size."""
     kv_heads, columns, frames = model.num_kv_heads, pages_of_a_sequence(config, model, pages), layout.frames_per_request
-    layers, lists, cached = len(layout.digest_layers(config, model)), rows * kv_heads, cached_pages(config)
+    layers, lists, cached = layout.digest_layers(config, model), rows * kv_heads, cached_pages(config)
+    kinds = len(_kinds(choose_persistent(config, model, layout), layers))
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     state = _State(
-        labels=torch.zeros(layers, rows, model.num_heads, model.head_dim, dtype=model.dtype, device=device),
-        pages=ints(layers, lists + 1, cached),
-        thresholds=torch.zeros(layers, kv_heads, device=device),
-        weights=torch.zeros(layers, model.num_heads, device=device),
+        labels=torch.zeros(len(layers), rows, model.num_heads, model.head_dim, dtype=model.dtype, device=device),
+        pages=ints(len(layers), lists, cached),
+        thresholds=torch.zeros(len(layers), kv_heads, device=device),
+        weights=torch.zeros(len(layers), model.num_heads, device=device),
     )
     return state, _Lists(
-        num_pages=ints(lists), seq_lens=ints(lists), budgets=ints(lists), table=ints(lists, columns), label=ints(lists),
-        tokens=ints(lists, 1), ids=ints(lists, 1, frames), into=ints(lists, cached),
-        whole=ints(rows, 1, frames), whole_tokens=ints(rows, 1), beyond_tokens=ints(rows, 1),
+        seq_lens=ints(lists), budgets=ints(lists), table=ints(lists, columns), label=ints(lists),
+        own_pages=ints(kinds, lists), cached_tokens=ints(kinds, lists, 1), ids=ints(lists, 1, frames),
+        into=ints(lists, cached), whole=ints(rows, 1, frames), whole_tokens=ints(rows, 1), beyond_tokens=ints(rows, 1),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import oracle
 from hybrid_backend.kernels.digest_format import DigestFormat, format_named
 from hybrid_backend.kernels.operations import Operations
-from hybrid_backend.step.admission import best_pages, place
+from hybrid_backend.step.admission import best_pages, frames_for, place
 from hybrid_backend.step.method import frames_per_request
 from hybrid_backend.step.operations import resolve_operations
 from hybrid_backend.tiers.state import StepState
@@ -245,7 +245,9 @@ def cpu_ratios(
     requests = torch.arange(rows, dtype=torch.int32)
     none, still = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     for index in range(rows):
-        place(maps, index, *decoded.admission)
+        admitted, importance = decoded.admission
+        own_frames = frames_for(maps, index, torch.full_like(admitted, -1))
+        place(maps, index, admitted, own_frames, importance, torch.ones_like(admitted, dtype=torch.bool))
     table = requests.new_zeros(rows, pages)  # Host page ids are irrelevant, because no page is read.
     budgets = torch.full_like(requests, config.budget_pages)
     ratios = torch.zeros(rows, steps)

@@ -52,7 +52,8 @@ HB_API int hb_note_scores(const hb_note_scores_args* args) {
       const int64_t request = check_id(a.requests[row], a.maps.requests, "request");
       for (int64_t frame = request; frame < a.maps.frames * a.maps.requests; frame += a.maps.requests) {
         const int64_t page = a.maps.page_of[frame];
-        float best = -kInfinity;
+        // An empty frame of infinite importance is reserved for a page that is on its way.
+        float best = page < 0 && a.maps.importance[frame] == kInfinity ? kInfinity : -kInfinity;
         if (page >= 0 && (page < a.sinks || page >= pages - recent)) {
           best = kInfinity;
         } else if (page >= 0) {

@@ -84,6 +84,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "clo": ({"method": "clo", "budget_tokens": LONGEST, "clo": {"persistent": ["1:0"]}}, MIXED),
     "clo.sparse": ({**SPARSE, "method": "clo", "clo": {"eta": 0.001, "persistent": ["1:0"]}}, FULL),
     "headinfer": ({"method": "headinfer"}, MIXED),
+    # Every head of a layer has a window, one of two, or none.
+    "headinfer.windows": (
+        {"method": "headinfer", "headinfer": {"window_heads": ["0:0", "0:1", "1:1"], "window_tokens": 2 * BLOCK}},
+        MIXED,
+    ),
     "dense": ({"method": "dense"}, MIXED),
     "apex": (APEX, MIXED),
     "apex.overlap": ({**APEX, "apex": {**APEX["apex"], "strategy": "overlap"}}, MIXED),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,9 @@ def _pretend_driver() -> None:
         "device_count": 1, "_device_count_nvml": 1, "current_device": 0, "mem_get_info": memory_of,
         "max_memory_allocated": 0, "graph_pool_handle": (0, 0), "cudart": _Registers(),
         **dict.fromkeys(("set_device", "empty_cache", "manual_seed", "manual_seed_all"), None),
-        "reset_peak_memory_stats": None,
+        "reset_peak_memory_stats": None, "_sleep": None,
     })  # fmt: skip
+    torch.profiler.profile = lambda *_, **__: nullcontext(types.SimpleNamespace(key_averages=list))
     torch.cuda.set_stream = lambda stream: setattr(STREAMS, "current", stream.name)
     _answer(torch.cuda.memory, {"get_allocator_backend": "none"})
     torch.cuda.synchronize = torch.accelerator.synchronize = lambda *_: STREAMS.finish()

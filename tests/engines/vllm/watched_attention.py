@@ -19,6 +19,7 @@ from tests.support.streams import STREAMS
 
 if TYPE_CHECKING:
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.methods.headinfer import HeadInfer
     from hybrid_backend.step import Toolbox
 
 
@@ -70,6 +71,7 @@ class Watch:
 def watch_attention() -> Watch:
     """From now on, in this process."""
     from hybrid_backend.methods.clo import Clo
+    from hybrid_backend.methods.headinfer import HeadInfer
     from hybrid_backend.step import StepDriver, Toolbox
 
     seen, select, merge = Watch(), Toolbox.select, Toolbox.merge
@@ -109,6 +111,14 @@ def watch_attention() -> Watch:
         seen.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _by_head(self, step, layer, persistent)))
         return out
 
+    stream = HeadInfer.attend
+
+    def attending_streamed(self: HeadInfer, step: Toolbox, layer: int, q: Tensor) -> Tensor:
+        out = stream(self, step, layer, q)
+        seen.launch(lambda: seen.compare(step, layer, _near(q), _near(out), _with_windows(self, step, layer)))
+        return out
+
+    HeadInfer.attend = attending_streamed  # type: ignore[method-assign]
     Toolbox.select, Toolbox.merge = selecting, merging  # type: ignore[method-assign]
     Toolbox.attend_resident = attending  # type: ignore[method-assign]
     StepDriver._decode_on_device = decoding_on_device  # type: ignore[method-assign]
@@ -144,6 +154,21 @@ def _by_head(method: Clo, step: Any, layer: int, persistent: Any) -> _Pages:
             elif budgets[r] < count:
                 kept = cached[requests[r] * every + head].tolist()
                 mine = [*range(config.sinks), *kept, *range(count - config.recent, count)]
+            pages[r, head, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+            listed[r, head] = len(mine)
+    return _Pages(pages, listed)
+
+
+def _with_windows(method: HeadInfer, step: Any, layer: int) -> _Pages:
+    """What HeadInfer's heads attend: the whole context, or its first and last pages."""
+    counts, heads = _near(step.buffers.inputs.num_pages).tolist(), method.model.num_kv_heads
+    pages = torch.zeros(len(counts), heads, max([1, *counts]), dtype=torch.int32)
+    listed = torch.zeros(len(counts), heads, dtype=torch.int32)
+    for r, count in enumerate(counts):
+        for head in range(heads):
+            first, last = method._first, count - method._last
+            is_windowed = head in method._heads[layer].windowed
+            mine = [page for page in range(count) if not is_windowed or page < first or page >= last]
             pages[r, head, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
             listed[r, head] = len(mine)
     return _Pages(pages, listed)

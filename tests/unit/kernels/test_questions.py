@@ -17,6 +17,8 @@ from torch import Tensor
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels import cpu, reference
 from hybrid_backend.kernels.cpu.mailbox import question_bytes
+from hybrid_backend.kernels.operations import FAILED, NOWHERE, Counters, RowStates
+from hybrid_backend.methods.apex import rows as host_rows
 from tests.support.cases import relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -26,6 +28,7 @@ from hybrid_backend.kernels.triton import questions
 PAGES, KV_HEADS, GROUP, DIM, PAGE, REQUESTS, CAPACITY = 64, 2, 3, 64, 16, 5, 9
 SCALE, HEADS = DIM**-0.5, KV_HEADS * GROUP
 LAYERS = (2, 3, 7)  # of a model whose other layers ask nothing
+LAYER = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECOND = 10**9
 
@@ -78,15 +81,42 @@ class Stream:
         requests = torch.tensor([r if x else -1 for r, x in wanted.items()], dtype=torch.int32, device=DEVICE)
         out = torch.full((rows, heads, dim), float("nan"), device=DEVICE)
         lse = torch.full((rows, heads), float("nan"), device=DEVICE)
-        ready = torch.full((rows,), 7, dtype=torch.int32, device=DEVICE)
         waited = torch.full((rows,), 11, device=DEVICE)
         left = torch.full((rows,), round((seconds or 0) * SECOND), device=DEVICE)
-        flags = torch.tensor(list(wanted.values()), dtype=torch.int32, device=DEVICE)
+        states = row_states(list(wanted.values()), parks=seconds is None)
+        counts = torch.arange(4 * (rows + 1), device=DEVICE).view(4, rows + 1)[:, :rows]
+        arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        counters = torch.zeros(len(Counters._fields), dtype=torch.int64, device=DEVICE)
+        # Rows on the CPU that wait at LAYER since an earlier step.
         questions.take_rows(
-            self.boxes, requests, flags, self.numbers, out, lse, ready, waited, left, seconds is not None
-        )
+            self.boxes, LAYER, requests, states, pages_of(rows), self.numbers, out, lse, waited, left, counts, arrived,
+            counters,
+        )  # fmt: skip
         finish()
-        return Answers(out.cpu(), lse.cpu(), ready.tolist(), (waited - 11).tolist(), left.tolist())
+        places = zip((states.on_cpu * states.live).tolist(), states.parked.tolist(), strict=True)
+        ready = [1 if is_live else -1 if place == FAILED else 0 for is_live, place in places]
+        taken = torch.tensor([x == 1 for x in ready])
+        assert counters.tolist() == [*(counts.cpu() * taken).sum(1).tolist(), 0, 0, 0, max(waited.tolist()), 0, 0]
+        assert not arrived.any()
+        return Answers(out.cpu(), lse.cpu(), ready, waited.tolist(), left.tolist())
+
+
+def row_states(on_cpu: list[bool], parks: bool, seed: int = 0) -> RowStates:
+    """States of rows that are parked at LAYER if they are on the CPU, and live if they are not."""
+    is_there = torch.tensor(on_cpu)
+    columns = torch.randint(1, 99, (len(RowStates._fields), len(on_cpu)), generator=torch.Generator().manual_seed(seed))
+    states = RowStates(*columns.int().to(DEVICE))
+    for state, values in (
+        (states.on_cpu, is_there), (states.parks, is_there * parks), (states.live, ~is_there),
+        (states.asks, torch.zeros_like(is_there)),
+        (states.parked, torch.where(is_there, LAYER, NOWHERE)),
+    ):  # fmt: skip
+        state.copy_(values)
+    return states
+
+
+def pages_of(rows: int) -> Tensor:
+    return torch.arange(100, 100 + rows, dtype=torch.int32, device=DEVICE)
 
 
 def finish() -> None:
@@ -250,6 +280,90 @@ def test_a_question_that_cannot_be_computed_is_answered_empty_and_told(
     assert word in why and "request 1" in why
     stream.ask({1: good}, boxes.position[3])
     assert_right(stream.take({1: True}, 20.0), 0, good, layers)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_becomes_of_a_row_is_the_same_by_a_kernel_as_on_the_host(
+    boxes: cpu.QuestionBoxes, layers: dict[int, Tensor], seed: int
+) -> None:
+    """Rows on the device and on the CPU, that wait, park, are parked here or elsewhere; some answers are missing, and
+    one cannot be computed."""
+    chance, before = random.Random(seed), held(boxes)
+    stream, rows = Stream(before), REQUESTS
+    asked = {r: question(LAYER, 10 * seed + r, 3) for r in range(rows)}
+    asked[4].ids[1] = PAGES  # no such page
+    stream.ask(dict(asked), boxes.position[LAYER])
+    arrived = [r for r in range(rows) if chance.random() < 0.7]
+    for r in arrived:
+        pass_on(before, boxes, r)
+    while any(int(boxes.answered[r, 0]) != 1 for r in arrived):
+        time.sleep(1e-3)
+    columns = torch.randint(1, 99, (len(RowStates._fields), rows), dtype=torch.int32)
+    states = RowStates(*columns)
+    states.parked.copy_(torch.tensor([chance.choice([LAYER, LAYER, 2, NOWHERE]) for _ in range(rows)]))
+    states.live.copy_(states.parked == NOWHERE)
+    states.on_cpu.copy_(torch.tensor([place >= 0 or chance.random() < 0.7 for place in states.parked.tolist()]))
+    states.parks.copy_(states.on_cpu * torch.tensor([chance.random() < 0.5 for _ in range(rows)]))
+    states.asks.copy_(states.on_cpu * states.live)
+    takes = (states.asks > 0) & (states.parks == 0) | (states.parked == LAYER)
+    there = takes & torch.tensor([r in arrived for r in range(rows)])
+    broken = torch.arange(rows) == 4
+    by_kernel = RowStates(*(x.clone().to(DEVICE) for x in states))
+    host_rows.settle(states, LAYER, there & ~broken, there & broken, pages_of(rows).cpu())
+    new = torch.zeros(rows, HEADS, DIM, device=DEVICE), torch.zeros(rows, HEADS, device=DEVICE)
+    line = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    questions.take_rows(
+        before, LAYER, torch.arange(rows, dtype=torch.int32, device=DEVICE), by_kernel, pages_of(rows), stream.numbers,
+        *new, line.clone(), line + SECOND // 50, line.expand(4, -1), line[:1].int(),
+        torch.zeros(len(Counters._fields), dtype=torch.int64, device=DEVICE),
+    )  # fmt: skip
+    finish()
+    for name, found, expected in zip(RowStates._fields, by_kernel, states, strict=True):
+        assert torch.equal(found.cpu(), expected), name
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_inputs_of_parked_rows_are_saved_and_restored_by_a_kernel_as_on_the_host(
+    whole: bool, has_residual: bool
+) -> None:
+    rng, rows, tokens, width = torch.Generator().manual_seed(3), 6, 9, 2500
+    states = RowStates(*torch.zeros(len(RowStates._fields), rows, dtype=torch.int32))
+    states.parked.copy_(torch.tensor([LAYER, LAYER, 2, -1, -1, -1]))
+    states.live.copy_(states.parked == -1)
+    states.parks.copy_(torch.tensor([1, 0, 1, 1, 1, 0]))
+    slots = torch.tensor([4, 0, 1, 6, 3, 5])
+    saved = torch.randn(8, 2, width, generator=rng).bfloat16().float()
+    inputs = torch.randn(2, tokens, width, generator=rng).bfloat16()
+    places = None if whole else torch.tensor([8, 1, 0, 5, 2, 7])
+    results = []
+    for module, device in ((host_rows, "cpu"), (questions, DEVICE)):
+        hidden, residual, kept = (x.clone().to(device) for x in (*inputs, saved))
+        moved = RowStates(*(x.to(device) for x in states))
+        where = None if places is None else places.to(device)
+        module.move_inputs(moved, LAYER, hidden, residual if has_residual else None, where, slots.to(device), kept)
+        finish()
+        results.append([x.cpu() for x in (hidden, residual, kept)])
+    for by_host, by_kernel in zip(*results, strict=True):
+        assert torch.equal(by_host, by_kernel)
+    first = 0 if whole else 8
+    assert torch.equal(results[1][0][first], saved[4, 0].bfloat16()), "the first row is restored"
+    assert torch.equal(results[1][2][6, 0], inputs[0, 3 if whole else 5].float()), "the fourth row is saved"
+    assert torch.equal(results[1][2][3, 0] != saved[3, 0], inputs[0, 4 if whole else 2].float() != saved[3, 0])
+
+
+def test_places_of_rows_are_published_for_their_step() -> None:
+    rows, steps = 300, 4
+    states = RowStates(*torch.arange(len(RowStates._fields) * rows, dtype=torch.int32).view(-1, rows))
+    published = torch.full((steps, rows, 2), -5, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    expected = published.clone()
+    number = torch.tensor([6], dtype=torch.int32)
+    host_rows.publish(states, number, expected)
+    questions.publish(RowStates(*(x.to(DEVICE) for x in states)), number.to(DEVICE), published)
+    finish()
+    assert torch.equal(published, expected)
+    assert torch.equal(published[2, :, 0], states.live) and torch.equal(published[2, :, 1], states.parked)
+    assert bool((published[[0, 1, 3]] == -5).all())
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ def odd_scores(shape: tuple[int, ...], chance: random.Random) -> Tensor:
 def random_maps(
     chance: random.Random, layers: int, requests: int, columns: int, size: int, num_pages: dict[int, int]
 ) -> Maps:
-    """Each request holds some of its pages, in any of its frames; equal importances, and some that are infinite."""
+    """Each request holds some of its pages, in any of its frames; equal importances, and some that are infinite. Some
+    empty frames are reserved."""
     frame_of = torch.full((layers, requests, columns), -1, dtype=torch.int32)
     page_of = torch.full((layers, requests * size), -1, dtype=torch.int32)
     importance = torch.full((layers, requests * size), -INF)
@@ -61,6 +62,9 @@ def random_maps(
             frame = request + i * requests
             frame_of[layer, request, page], page_of[layer, frame] = frame, page
             importance[layer, frame] = chance.choice([INF, -5.0, 0.0, -0.0, 2.0, 2.0, 1e30, chance.gauss(0, 9)])
+        for i in range(size):
+            if page_of[layer, request + i * requests] < 0 and chance.random() < 0.2:
+                importance[layer, request + i * requests] = INF
     return Maps(frame_of, page_of, importance)
 
 

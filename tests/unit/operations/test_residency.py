@@ -56,7 +56,8 @@ def noted(
             page = int(maps.page_of[0, frame])
             best = max((-INF if math.isnan(x) else x for x in scores[row, :, page].tolist()), default=-INF)
             forced = page < sinks or page >= pages - recent
-            found.importance[0, frame] = -INF if page < 0 else INF if forced else best
+            is_reserved = page < 0 and maps.importance[0, frame] == INF
+            found.importance[0, frame] = INF if is_reserved else -INF if page < 0 else INF if forced else best
     return found
 
 

@@ -6,16 +6,14 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods.headinfer import HeadInfer
 from hybrid_backend.tiers.sizes import staging_shape
-from hybrid_backend.tiers.stream import cut
 from tests.support.harness import PAGE, Engine, config, spec, watch
+from tests.support.scenario import LIFE, SHORT_LIFE, play
 
 
 def engine(layers: int = 3, **keys: object) -> Engine:
@@ -104,21 +102,47 @@ def test_resident_heads_never_cross_the_bus_and_count_as_device_memory() -> None
         assert torch.equal(store[page, 0], resident.kv[1][page, 1])
 
 
-@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=7), capacity=st.integers(1, 8), spare=st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_every_head_page_of_every_list_is_in_one_piece(counts: list[int], capacity: int, spare: int) -> None:
-    most = sum(counts) + spare
-    pieces = cut(torch.tensor(counts), most, capacity, PAGE, lambda lists, nth: (lists * 100 + nth).int())
-    assert len(pieces) == -(-most // capacity), "empty ones too: a graph holds as many in every step"
-    found: list[list[int]] = [[] for _ in counts]
-    for piece in pieces:
-        buffer = torch.full((capacity,), -1)
-        placed = piece.places >= 0
-        buffer[piece.places[placed].long()] = piece.pages[placed].long()
-        for i, (first, tokens) in enumerate(zip(piece.first.flatten(), piece.tokens.flatten(), strict=True)):
-            assert tokens % PAGE == 0
-            found[i] += buffer[first : first + tokens // PAGE].tolist()
-    assert found == [[i * 100 + nth for nth in range(count)] for i, count in enumerate(counts)]
+WINDOW_HEADS = {"window_heads": ["0:1", "1:0", "1:1"], "window_tokens": PAGE}  # of three layers with two heads
+
+
+@pytest.mark.parametrize(
+    ("kernels", "keys"),
+    [("native", {}), ("native", {"staging_tokens": 2 * PAGE}), ("torch", {"sinks": 0}), ("triton", {})],
+    ids=str,
+)
+def test_heads_with_a_window_attend_first_and_last_pages_and_all_others_everything(
+    kernels: str, keys: dict[str, object]
+) -> None:
+    """While requests arrive, grow over pages, are preempted and end; another head's whole KV stays on the device."""
+    if kernels == "triton":
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    heads = {**WINDOW_HEADS, "resident_heads": ["2:1"]}
+    settings = config(method="headinfer", device_kernels=kernels, **{"sinks": 1, **keys}, headinfer=heads)
+    played = Engine(settings, spec(3, sinks=True), is_witnessed=True)
+    play([played], SHORT_LIFE if kernels == "triton" else LIFE)
+    assert played.witness is not None and played.witness.sparse_rows > 0
+
+
+@pytest.mark.parametrize(("heads", "streamed"), [(["0:0"], 5), (["0:0", "0:1", "1:1"], 3), (["0:0", "0:1"], 4)])
+def test_sinks_and_windows_lie_on_the_device_and_only_what_is_between_crosses_the_bus(
+    heads: list[str], streamed: int
+) -> None:
+    """Of the heads that stream alone; nothing of a sequence that the frames hold."""
+    running = engine(sinks=1, headinfer={"window_heads": heads, "window_tokens": PAGE})
+    copied = list[int]()
+
+    def note(host: Tensor, frames: Tensor, host_pages: Tensor, frame_ids: Tensor) -> None:
+        copied.append(int((frame_ids >= 0).sum()) * host[0].nbytes)
+
+    running.admit("a", 6 * PAGE)
+    running.admit("b", 2 * PAGE)
+    running.step({"a": 1, "b": 1}, tolerance=None)  # admission fills the frames
+    page_of_a_head, counted = 2 * PAGE * 16 * 4, running.runtime.tiers.copied_bytes
+    watch(running.runtime.tiers.operations, "copy_pages", before=note)
+    running.step({"a": 1, "b": 1}, tolerance=None)
+    # Seven pages, of which the first and the last two are in frames; the other sequence has three.
+    assert sum(copied) == streamed * (7 - 3) * page_of_a_head
+    assert running.runtime.tiers.copied_bytes - counted == sum(copied)
 
 
 def test_a_step_that_died_half_way_leaves_nothing_in_the_buffers() -> None:
@@ -138,3 +162,10 @@ def test_a_step_that_died_half_way_leaves_nothing_in_the_buffers() -> None:
 def test_a_head_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"headinfer\.resident_heads: 1:2 is no layer:head"):
         engine(headinfer={"resident_heads": ["1:2"]})
+    with pytest.raises(ConfigError, match=r"headinfer\.window_heads: 3:0 is no layer:head"):
+        engine(headinfer={"window_heads": ["3:0"]})
+
+
+def test_a_head_cannot_stay_as_a_whole_and_as_a_window() -> None:
+    with pytest.raises(ConfigError, match=r"headinfer\.window_heads: 1:1 is also in headinfer\.resident_heads"):
+        engine(headinfer={"window_heads": ["0:1", "1:1"], "resident_heads": ["1:1"]})

@@ -70,7 +70,6 @@ class Watched(Engine):
         self.layers = [Counted() for _ in range(self.model.num_layers)]
         self.asks_cpu = self.cfg.method == "scout" and bool(self.runtime.tiers.frames.size)
         self.held: dict[tuple[str, int], set[int]] = {}
-        self.filled = self.staged = 0
         self.predicted: dict[int, Tensor] = {}
         self.work: dict[str, int] = {}
         self._forward, self._lookahead = self.runtime.forward, self.runtime.lookahead
@@ -88,11 +87,6 @@ class Watched(Engine):
                 continue
             if before.get((name, layer)):
                 self.layers[layer].recalled_pages += len(pages - before[name, layer] - {opened.get(name)})
-            else:
-                self.filled += len(pages)
-        if begun[0].decode is None:
-            computed = sum(-(-self.sequences[name].tokens // PAGE) for name in work)
-            self.staged += computed * self.model.num_layers
         return begun
 
     def foreseen(self, layer: int, step: Step, q: Tensor) -> None:
@@ -227,10 +221,9 @@ def check(made: Watched, elapsed: float) -> None:
         assert misses > 0 and stats[layer].recalled_pages > 0, "nothing was missing: this shows less"
         assert (stats[layer].cpu_tokens > 0) == (not copies_in)
 
-    # Bytes: prompts through staging, frames of new requests, recalls.
-    pages = made.filled + sum(entry.recalled_pages for entry in stats) + made.staged
+    # Bytes: recalls alone, since prompts are attended in the frames in which their requests decode.
+    pages = sum(entry.recalled_pages for entry in stats)
     assert copied == (pages * page_bytes if separate else 0)
-    assert not separate or made.staged > 0
     held = sum(map(len, made.held.values())) if has_frames else 0
     assert gauges["hybrid_frames_in_use"] == runtime.gauges()["hybrid_frames_in_use"] == held
     assert gauges["hybrid_resident_requests"] == (2 if has_frames else 0)
@@ -297,7 +290,8 @@ def test_methods_without_frames_attend_whole_contexts_where_they_lie(name: str) 
 
 
 def test_hgca_counts_tokens_and_looks_no_page_up() -> None:
-    """What its heads keep lies in no page. Its CPU is asked when its device begins, and its pages are copied once."""
+    """What its heads keep lies in no page. Its CPU is asked when its device begins. The pages of its window are copied
+    once if another request computed them, and never if its own prompt did."""
     ring = 2
     made = Engine(config(method="hgca", sparse="never", hgca={"window_tokens": ring * PAGE}), spec(2))
     made.admit("a", 4 * PAGE)
@@ -307,5 +301,9 @@ def test_hgca_counts_tokens_and_looks_no_page_up() -> None:
         assert entry.cpu_tokens == 3 * (5 - ring - made.cfg.sinks) * PAGE
         assert entry.resident_lookups == entry.resident_hits == entry.recalled_pages == entry.mass_samples == 0
         assert entry.wait_seconds > 0 and entry.lead_seconds > 0
-    copied = (ring + made.cfg.sinks) * 2 * made.model.page_bytes(PAGE)
+    assert made.runtime.gauges()["hybrid_copied_bytes"] == 0
+    whole = made.add("b", 4 * PAGE + 1, shared_with="a")
+    whole.prompt = whole.tokens
+    made.decode("b")
+    copied = (ring + made.cfg.sinks - 1) * 2 * made.model.page_bytes(PAGE)  # the last page begins with its token
     assert made.runtime.gauges()["hybrid_copied_bytes"] == copied

@@ -68,13 +68,37 @@ def places(bound: Bound, topology: Topology, rank: Rank) -> Places:
 
 
 def test_a_gpu_ranks_mailboxes_are_watched_from_a_core_of_the_workers_node(server: Topology) -> None:
-    """And its first core is left to the engine: no thread of ours, nor on its sibling."""
+    """And its first cores are left to the engine: no thread of ours, nor on their siblings."""
     found = places(Bound(ALL), server, Rank(on_gpu=True, node=1))
-    assert found == Places(tuple(range(97, 191)), 191, 1e-3)
+    assert found == Places(tuple(range(99, 191)), 191, 1e-3)
     nodes = [0, 0, 0, 0, 1, 1, 1, 1]
     each = [places(Bound(ALL), server, Rank(i, 8).with_gpus(nodes)) for i in range(8)]
     taken = [cpu for rank in each for cpu in (*rank.workers, rank.server)]
-    assert len(set(taken)) == len(taken) == 8 * 23 and None not in taken
+    assert len(set(taken)) == len(taken) == 8 * 22 and None not in taken
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "left"),
+    [
+        (192, 1, 3),  # API server, engine core and the rank's own thread
+        (96, 2, 4),  # the two ranks' threads, API server and engine core
+        (128, 8, 16),  # each rank leaves one for its thread and its part of the other two, which is no less than one
+        (16, 1, 3),
+        (8, 1, 2),  # a quarter at most: fewer workers would attend less than the engine gains
+        (4, 1, 1),
+        (3, 1, 0),
+        (8, 2, 2),
+    ],
+)
+def test_an_engine_on_gpus_keeps_cores_for_its_own_processes(tmp_path: Path, cores: int, ranks: int, left: int) -> None:
+    """On a node of so many cores with two threads each; no thread of ours is on one of these or on another's."""
+    drawn = draw(tmp_path, [f"{core},{core + cores}" for core in range(cores)], {0: f"0-{2 * cores - 1}"})
+    bound = Bound(cpus(0, 2 * cores - 1))
+    each = [places(bound, drawn, Rank(i, ranks).with_gpus([0] * ranks)) for i in range(ranks)]
+    taken = [cpu for rank in each for cpu in (*rank.workers, rank.server)]
+    assert len(set(taken)) == len(taken) and max(taken) < cores
+    assert cores - len(taken) == left
+    assert all(place.spin_seconds > 0 for place in each) == (left > 0)
 
 
 def test_threads_spin_only_beside_a_gpu_and_where_the_engine_keeps_a_core(tmp_path: Path, server: Topology) -> None:

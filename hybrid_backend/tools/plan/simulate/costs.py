@@ -50,9 +50,9 @@ ENGINE_LAUNCHES = 3
 LAUNCHES: Mapping[str, Launches] = {
     "scout": Launches(14, 4),
     "infinigen": Launches(14, 4),
-    "clo": Launches(21, 4),
+    "clo": Launches(12, 4),
     "hgca": Launches(10, 4),
-    "headinfer": Launches(15, 4),
+    "headinfer": Launches(9, 4),
     "dense": Launches(3, 4),
 }
 """Counted in graphs that the engine's tests capture (tests/engines/vllm/counted_launches.py)."""
