@@ -38,7 +38,7 @@ class PromptPath(Enum):
 
 def shipped_path() -> PromptPath:
     """Return the path of the shipped code (`prompt_chunks.py`, `tiers/stream.py`, `step/admission.py`)."""
-    return PromptPath.STREAMED
+    return PromptPath.ON_DEVICE
 
 
 class Chunk(NamedTuple):
