@@ -112,7 +112,7 @@ MODEL_REFUSALS: tuple[Refusal[Start], ...] = (
             s.arguments.kv_cache_dtype != "auto"
             and not (s.arguments.kv_cache_dtype in ("bf16", "bfloat16") and s.model.dtype == torch.bfloat16)
         ),
-        "use --kv-cache-dtype auto",
+        "use --kv-cache-dtype auto; kv_dtype: int8 in our configuration is 8 bits",
         lambda s: f"--kv-cache-dtype {s.arguments.kv_cache_dtype}",
     ),
     Refusal(

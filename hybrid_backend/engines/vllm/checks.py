@@ -171,7 +171,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
     Refusal(
         "a KV cache of another type than the model's",
         lambda s: s.cache.cache_dtype not in ("auto", s.dtype, INT8),
-        "use --kv-cache-dtype auto, or the model's type where its own files ask for another",
+        f"use --kv-cache-dtype auto or {INT8}, or the model's type where its own files ask for another",
         lambda s: f"{s.cache.cache_dtype} instead of {s.dtype}",
     ),
     Refusal(

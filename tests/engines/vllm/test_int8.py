@@ -18,8 +18,8 @@ from hybrid_backend.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
-NATS = 0.3
-"""Largest difference of a token's log-probability after equal tokens, between 8 bits and fp32. Measured: up to 0.14."""
+NATS = 0.25
+"""Largest difference of a token's log-probability after equal tokens, between 8 bits and fp32. Measured: up to 0.06."""
 
 
 @pytest.fixture(scope="module")
