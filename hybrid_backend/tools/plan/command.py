@@ -85,6 +85,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
 ) -> None:
     """Plan memory, largest batch and context, and expected speed of every method against stock."""
+    from hybrid_backend.engines.cpu_defaults import has_bf16
     from hybrid_backend.hardware import find_hardware
     from hybrid_backend.methods import check_method_name
     from hybrid_backend.tools.counts import counted
@@ -111,7 +112,10 @@ def plan(
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     check_method_name(settings.method)
-    shape = find_shape(model, dtype)
+    if host_bytes is None and hardware is not None:
+        host_bytes = int(hardware.host_ram_bytes.value)
+    emulates_bf16 = hardware.emulates_bf16 if hardware is not None else device_bytes == 0 and not has_bf16()
+    shape = find_shape(model, dtype, host_bytes if emulates_bf16 else None)
     if shape.name != model and not model.endswith(".json"):
         typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)
     request = Request(

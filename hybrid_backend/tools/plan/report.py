@@ -119,8 +119,9 @@ class Plan:
         device_limit: bytes that the engine may take of one device.
         host_limit: bytes that one device's server may take of the host.
         has_times: the rates of the machine are known.
-        prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU; None on a GPU, or without rates.
-        emulates_bf16: the CPU emulates bfloat16, in which the model is planned; ``prompt_s`` includes that.
+        prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU, in the model's dtype; None on a GPU, or
+            without rates.
+        emulates_bf16: the CPU emulates products in half precision, which then take `BF16_EMULATION` times as long.
     """
 
     model: ModelShape
@@ -182,7 +183,7 @@ def make_plan(request: Request) -> Plan:
         rows=rows,
         has_times=request.hardware is not None,
         prompt_s=_prompt_seconds(request),
-        emulates_bf16=_emulates_bf16(request),
+        emulates_bf16=request.hardware is not None and request.hardware.emulates_bf16,
     )
 
 
@@ -202,10 +203,6 @@ def settled_config(request: Request, device: torch.device) -> HybridConfig:
     return settled.for_layers(shape.attention_windows)
 
 
-def _emulates_bf16(request: Request) -> bool:
-    return request.hardware is not None and request.hardware.emulates_bf16 and request.shape.dtype == "bfloat16"
-
-
 def _prompt_seconds(request: Request) -> float | None:
     """Return the seconds that a CPU takes for a prompt, which every method computes densely; None on a GPU."""
     hardware, shape, tokens = request.hardware, request.shape, request.context
@@ -214,7 +211,8 @@ def _prompt_seconds(request: Request) -> float | None:
     times = LayerTimes.of(hardware, shape)
     weights = 2.0 * shape.layers * shape.layer_params * tokens / hardware.flops_achieved
     attention = shape.full_layers * times.prompt_attention(tokens * (tokens + 1) / 2)
-    return (weights + attention) * (BF16_EMULATION if _emulates_bf16(request) else 1.0)
+    is_emulated = hardware.emulates_bf16 and shape.dtype != "float32"
+    return (weights + attention) * (BF16_EMULATION if is_emulated else 1.0)
 
 
 def _planned_methods(configured: str, device: torch.device, all_methods: bool) -> list[str]:
@@ -231,7 +229,7 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
     """Return the flags of `hybrid serve` and of vLLM with which the runtime allocates what the row says."""
     return [
         f"--set=method={row.name}",
-        f"--set=host_pool.size={row.pages * plan.block_bytes}",
+        f"--set=host_pool.size={_pool_size(row.pages * plan.block_bytes, plan.block_bytes)}",
         "--",
         "--max-num-seqs",
         str(-(-plan.batch // plan.devices)),
@@ -240,6 +238,15 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
         "--dtype",
         plan.model.dtype,
     ]
+
+
+def _pool_size(least: int, block_bytes: int) -> str:
+    """Write a pool's size in the largest unit of which a whole number holds ``least`` bytes and no block more."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        count = -(-least // factor)
+        if count * factor < least + block_bytes:
+            return f"{count}{unit}"
+    return str(least)
 
 
 def memory_room(request: Request, devices: int) -> MemoryRoom:

@@ -28,7 +28,7 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = Fa
 
     (folder / "config.json").write_text(json.dumps(TINY_MODELS["llama"]))
     patch.setattr(serve, "has_bf16", lambda: bf16)
-    patch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda cpuinfo: bf16)
+    patch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda: bf16)
     patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     patch.setattr(Topology, "read", classmethod(lambda cls: Topology(tuple(frozenset([n]) for n in range(64)), {})))
     arguments = serve.engine_arguments(str(folder), "tiny", "{}", 16, flags)

@@ -162,6 +162,7 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         return Number(value=value, source=source)
 
     is_cuda, side = tier.type == "cuda", probes.GEMM[tier.type]
+    product = str(probes.product_dtype(tier)).removeprefix("torch.")
     best_read = max(rates["host_read"].values())
     label = torch.cuda.get_device_name(tier) if is_cuda else f"CPU device tier, {_processor()}"
     total = torch.cuda.get_device_properties(tier).total_memory if is_cuda else int(ram.value)
@@ -173,7 +174,8 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
         hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{method}: reads"),
         hbm_efficiency=number(1.0, "the bandwidth is itself measured"),
-        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: bf16 product of {side} x {side} matrices"),
+        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: {product} product of {side} x {side} matrices"),
+        emulates_bf16=product == "float32",
         flops_efficiency=number(1.0, "the rate is itself measured"),
         linear_bytes_per_s=curve("linear", f"torch, bf16, layers of {shape.layer_weight_bytes / 1e6:.0f} MB, by rows"),
         device_attention_bytes_per_s=curve(
