@@ -155,8 +155,8 @@ def prompts(plan: Plan) -> str:
         return ""
     together = f", {plan.batch} of them {duration(plan.batch * seconds)}" if plan.batch > 1 else ""
     return (
-        f"Until its first token a prompt of {plan.context:,} tokens takes about {duration(seconds)}{together}, with stock as "
-        "with any method."
+        f"Until its first token a prompt of {plan.context:,} tokens takes about {duration(seconds)}{together}, with "
+        "stock as with any method."
     )
 
 

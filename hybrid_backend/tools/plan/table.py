@@ -9,7 +9,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_backend.tools.plan.answer import answer, bound, duration, headline, meaning, prompts, ratio_text, times_stock
+from hybrid_backend.tools.plan.answer import (
+    answer,
+    bound,
+    duration,
+    headline,
+    meaning,
+    prompts,
+    ratio_text,
+    times_stock,
+)
 from hybrid_backend.tools.plan.report import BF16_EMULATION, Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
