@@ -20,7 +20,7 @@ from hybrid_backend.errors import ConfigError
 if TYPE_CHECKING:
     from hybrid_backend.hardware import Hardware
     from hybrid_backend.model import ModelShape
-    from hybrid_backend.tools.plan.report import Request
+    from hybrid_backend.tools.plan.report import RamSource, Request
 
 _MOST_GIB = 4096
 _DEFAULT_CONTEXT = 2**15
@@ -51,8 +51,8 @@ def plan(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="GPU: t4, a10, a40, l40s, rtx4090, a100, h100, h200; CPU: ryzen-7950x, epyc-7313, xeon-6426y, "
-            "xeon-8480; or a JSON profile; default: this machine"
+            help="GPU: t4, a10, a40, l40s, rtx4090, a100, h100, h200; CPU: ryzen-7950x, epyc-7313, epyc-9354, "
+            "xeon-6426y, xeon-8480; or a JSON profile; default: this machine"
         ),
     ] = None,
     method: Annotated[
@@ -97,13 +97,15 @@ def plan(
     check_lengths(traffic, rate, context)
     device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
     hardware, machine_name = None, None
+    ram_source: RamSource = "machine" if host_bytes is None and machine is not None else "asked"
     if machine is not None:
         hardware = find_hardware(machine)
     elif device_bytes is None or host_bytes is None:
         local = LocalMachine.probe()
         if device_bytes is None:
             hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
-        host_bytes = local.host_bytes if host_bytes is None else host_bytes
+        if host_bytes is None:
+            host_bytes, ram_source = local.host_bytes, "free"
     check_devices(hardware, machine, device_bytes, cores, gpus)
     if hardware is not None and (cores is not None or gpus is not None):
         changes = [counted(count, noun) for count, noun in ((cores, "core"), (gpus, "device")) if count]
@@ -131,6 +133,7 @@ def plan(
         all_methods=all_methods,
         device_overhead=memory("--engine-overhead", engine_overhead),
         host_overhead=memory("--host-overhead", host_overhead),
+        ram_source=ram_source,
     )
     if traffic is not None:
         _show_traffic(request, traffic, rate, batch, (slo_ttft, slo_tpot), seed, as_json)

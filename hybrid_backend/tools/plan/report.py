@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -31,6 +32,7 @@ from hybrid_backend.methods.apex.rule import hidden_tokens
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step, simulated_methods
 
+RamSource = Literal["asked", "machine", "free"]
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
 """Limits of the search for the largest batch and context."""
 BF16_EMULATION = 5.0
@@ -48,6 +50,7 @@ class Request:
         machine: name of a machine without rates.
         methods: methods to plan; empty for those that serve on the device.
         all_methods: on a CPU plan those too that serve there in tests alone.
+        ram_source: where ``ram`` comes from.
     """
 
     shape: ModelShape
@@ -63,6 +66,7 @@ class Request:
     chunk_tokens: int | None = None
     device_overhead: int | None = None
     host_overhead: int | None = None
+    ram_source: RamSource = "asked"
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Plan:
         configured: the configuration's own method.
         device_limit: bytes that the engine may take of one device.
         host_limit: bytes that one device's server may take of the host.
+        host_limit_source: where that limit comes from: asked for, all that ``--machine`` has, or free on this machine.
         has_times: the rates of the machine are known.
         prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU, in the model's dtype; None on a GPU, or
             without rates.
@@ -135,6 +140,7 @@ class Plan:
     device_limit: int
     host_limit: int
     rows: tuple[Row, ...]
+    host_limit_source: RamSource = "asked"
     has_times: bool = True
     prompt_s: float | None = None
     emulates_bf16: bool = False
@@ -181,6 +187,7 @@ def make_plan(request: Request) -> Plan:
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
         rows=rows,
+        host_limit_source=request.ram_source,
         has_times=request.hardware is not None,
         prompt_s=_prompt_seconds(request),
         emulates_bf16=request.hardware is not None and request.hardware.emulates_bf16,

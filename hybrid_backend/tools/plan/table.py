@@ -22,6 +22,11 @@ from hybrid_backend.tools.plan.answer import (
 from hybrid_backend.tools.plan.report import BF16_EMULATION, Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
+_RAM_SOURCES = {
+    "asked": "",
+    "machine": ", all that the machine has; --ram plans with less",
+    "free": ", which is free here now; --ram plans with another size",
+}
 _MEMORY_COLUMNS = ("fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext")
 _SPEED_COLUMNS = ("ms per\ntoken", "tokens\nper s", "best\nper s", "times\nstock")
 COLUMNS = (*_MEMORY_COLUMNS, *_SPEED_COLUMNS)
@@ -77,7 +82,7 @@ def _load(plan: Plan) -> str:
     device = f"device {size(plan.device_limit)}, " if plan.device_limit else "no device memory, "
     return (
         f"{plan.model.name}{machine}{devices}: {plan.batch} x {plan.context:,} tokens, {plan.model.dtype}; "
-        f"{device}host {size(plan.host_limit)}"
+        f"{device}host {size(plan.host_limit)}{_RAM_SOURCES[plan.host_limit_source]}"
     )
 
 

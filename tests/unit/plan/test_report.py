@@ -263,6 +263,16 @@ def test_the_first_paragraph_has_the_time_of_a_prompt_and_a_note_that_of_the_oth
     assert "emulates" not in run("--machine", "xeon-6426y", model="qwen3-8b").output
 
 
+def test_the_plan_says_which_memory_it_took(model_dir: Path) -> None:
+    def load(*words: str) -> str:
+        return " ".join(run("--gpu-mem", "0", *words).output.split())
+
+    assert "which is free here now; --ram plans with another size" in load()
+    assert "host 7 GiB" in load("--ram", "7GiB") and "--ram plans" not in load("--ram", "7GiB")
+    on_machine = " ".join(run("--machine", "epyc-9354").output.split())
+    assert "host 384 GiB, all that the machine has; --ram plans with less" in on_machine
+
+
 def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
     asked = ("--machine", "h100", "--method", "hgca", "--batch", "32", "--json")
     usual, few, eight = (json.loads(run(*asked, *more).output) for more in ((), ("--cores", "2"), ("--gpus", "8")))
@@ -272,7 +282,9 @@ def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
     assert on_cpu["machine"] == "epyc-7313, 4 cores" and on_cpu["device_limit"] == 0
 
 
-CPU_NAMES = "one of ryzen-7950x, epyc-7313, xeon-6426y, xeon-8480, or the JSON file of 'hybrid profile --hardware'"
+CPU_NAMES = (
+    "one of ryzen-7950x, epyc-7313, epyc-9354, xeon-6426y, xeon-8480, or the JSON file of 'hybrid profile --hardware'"
+)
 
 
 @pytest.mark.parametrize(
