@@ -169,7 +169,7 @@ def top(
     port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8001,
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
 ) -> None:
-    """Show the status page of a running server in a browser."""
+    """Serve the status page of a running server, and print its address."""
     from hybrid_backend.tools.status.app import serve as serve_page
 
     serve_page(url, host, port, interval, tell=typer.echo)

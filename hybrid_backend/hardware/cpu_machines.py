@@ -1,9 +1,9 @@
 """Named CPU servers by their data sheets: the device tier is the CPU itself, so weights and K and V lie in its RAM.
 
 Data sheets: AMD EPYC 7003 and 9004 series (2021, 2022) and Ryzen 7000 series (2022), Intel Xeon Scalable of the 4th
-generation (2023). They give cores, base clock, memory channels and transfers per second; a channel is 8 bytes wide. Operations per cycle
-and core are those of the widest product that the CPU has: AMX 2,048 in bf16, AVX-512 on Zen 4 64 in bf16, AVX2 32 in
-fp32.
+generation (2023). They give cores, base clock, memory channels and transfers per second; a channel is 8 bytes wide.
+Operations per cycle and core are those of the widest product that the CPU has: AMX 2,048 in bf16, AVX-512 on Zen 4 64
+in bf16, AVX2 32 in fp32.
 
 Share of the peak: STREAM reached 199 of 256 GB/s on two Xeons and 250 of 307 on two EPYCs by their vendors' builds
 (AnandTech, "Sizing Up Servers", 2017), which are 78 and 81 %. One core reads 12 GB/s (16.5 to 18 measured:

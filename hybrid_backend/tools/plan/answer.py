@@ -68,11 +68,11 @@ def times_stock(plan: Plan, row: Row) -> float | None:
 def ratio_text(ratio: float) -> str:
     """Write a ratio with two digits, in at most five characters if it is below 1,000.
 
-    Ratios from 1 to 2 have three digits, so that a reader sees on which side of `DRAW` they are.
+    Ratios from 1 to 1.5 have three digits, so that a reader sees on which side of `DRAW` they are.
     """
     if ratio < 0.1:
         return "< 0.1"
-    if 1 < ratio < 2:
+    if 1 < ratio < 1.5:
         return f"{ratio:.3g}"
     return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:,.0f}"
 
