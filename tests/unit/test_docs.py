@@ -140,7 +140,7 @@ def curl(command: Command) -> None:
 
 
 def python(command: Command) -> None:
-    """Check that it is an example or an engine's server, whose flags `tests/engines/test_documented_flags.py` parses."""
+    """Check that it is an example or an engine's server; `tests.engines.test_documented_flags` parses its flags."""
     if command.words[1].startswith("examples/"):
         assert (ROOT / command.words[1]).exists()
         return

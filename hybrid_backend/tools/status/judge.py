@@ -178,8 +178,9 @@ def faithful(last: Reading, layers: Sequence[Layer]) -> Answer:
         _budget(last, 2) or "sparse=never, by which every token is attended",
         f"quality.min_mass={FAITHFUL}, by which the server finds the budget",
     )
-    verdict, level = ("Nearly faithful", "fair") if average >= FAIR_MASS else ("Not faithful", "bad")
-    return answer(f"{verdict}{so_far}", level, text, larger)
+    if average >= FAIR_MASS:
+        return answer(f"Nearly faithful{so_far}", "fair", text, larger)
+    return answer(f"Not faithful{so_far}", "bad", text, larger)
 
 
 def _promise(last: Reading, promised: float, measured: float) -> tuple[str, Level, str, str]:
