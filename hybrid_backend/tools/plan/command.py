@@ -85,7 +85,6 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with every item of memory and of a step")] = False,
 ) -> None:
     """Plan memory, largest batch and context, and expected speed of every method against stock."""
-    from hybrid_backend.engines.cpu_defaults import has_bf16
     from hybrid_backend.hardware import find_hardware
     from hybrid_backend.methods import check_method_name
     from hybrid_backend.tools.counts import counted
@@ -97,15 +96,15 @@ def plan(
     check_lengths(traffic, rate, context)
     device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
     hardware, machine_name = None, None
-    ram_source: RamSource = "machine" if host_bytes is None and machine is not None else "asked"
+    ram_source: RamSource = "asked" if host_bytes is not None else "free" if machine is None else "machine"
     if machine is not None:
         hardware = find_hardware(machine)
+        host_bytes = int(hardware.host_ram_bytes.value) if host_bytes is None else host_bytes
     elif device_bytes is None or host_bytes is None:
         local = LocalMachine.probe()
         if device_bytes is None:
             hardware, machine_name, device_bytes = local.hardware, local.name, local.gpu_bytes
-        if host_bytes is None:
-            host_bytes, ram_source = local.host_bytes, "free"
+        host_bytes = local.host_bytes if host_bytes is None else host_bytes
     check_devices(hardware, machine, device_bytes, cores, gpus)
     if hardware is not None and (cores is not None or gpus is not None):
         changes = [counted(count, noun) for count, noun in ((cores, "core"), (gpus, "device")) if count]
@@ -114,10 +113,7 @@ def plan(
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     check_method_name(settings.method)
-    if host_bytes is None and hardware is not None:
-        host_bytes = int(hardware.host_ram_bytes.value)
-    emulates_bf16 = hardware.emulates_bf16 if hardware is not None else device_bytes == 0 and not has_bf16()
-    shape = find_shape(model, dtype, host_bytes if emulates_bf16 else None)
+    shape = find_shape(model, dtype, host_bytes if _emulates_bf16(hardware, device_bytes) else None)
     if shape.name != model and not model.endswith(".json"):
         typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)
     request = Request(
@@ -145,6 +141,13 @@ def plan(
         show(planned, _serve(named, config, overrides or []), Console())
         if not any(row.max_batch for row in planned.rows):
             raise typer.Exit(1)
+
+
+def _emulates_bf16(hardware: Hardware | None, device_bytes: int | None) -> bool:
+    """Tell whether a CPU that emulates bf16 is planned: the named one, or this machine's if no rates are known."""
+    from hybrid_backend.engines.cpu_defaults import has_bf16
+
+    return hardware.emulates_bf16 if hardware is not None else device_bytes == 0 and not has_bf16()
 
 
 def check_lengths(traffic: str | None, rate: float | None, context: str | None) -> None:
