@@ -174,8 +174,6 @@ def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str
     with engine_errors(logger, f"vLLM cannot serve {arguments[arguments.index('--model') + 1]}"):
         parsed = _parse(arguments)
         _refuse_other_servers(parsed)
-        if getattr(parsed, "disable_access_log_for_endpoints", "") is None:
-            parsed.disable_access_log_for_endpoints = "/metrics"  # `hybrid top` reads it every two seconds.
         _, _, validate = compat.command_line()
         validate(parsed)
         choices = list(_choose_for_cpu(parsed, flag_names(arguments))) if device == "cpu" else []
@@ -315,4 +313,6 @@ def _parse(arguments: Sequence[str]) -> Any:
             **json.loads(arguments[arguments.index(name) + 1]),
             **parsed.additional_config,
         }
+    if getattr(parsed, "disable_access_log_for_endpoints", "") is None:
+        parsed.disable_access_log_for_endpoints = "/metrics"  # `hybrid top` reads it every two seconds.
     return parsed

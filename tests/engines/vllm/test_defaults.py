@@ -56,6 +56,15 @@ def test_without_bf16_instructions_fp32_is_served(tmp_path: Path, monkeypatch: p
     assert parsed.dtype == "auto"
 
 
+def test_readings_of_the_metrics_are_not_logged_unless_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True)
+    assert parsed.disable_access_log_for_endpoints == "/metrics"
+    parsed, _ = chosen(tmp_path, monkeypatch, "--disable-access-log-for-endpoints", "/health", bf16=True)
+    assert parsed.disable_access_log_for_endpoints == "/health"
+
+
 def test_a_small_machine_computes_on_all_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, lines = chosen(tmp_path, monkeypatch, bf16=True)
     assert parsed.enforce_eager and os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
