@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -10,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from hybrid_backend import __version__
 from hybrid_backend.config import resolve_config
 from hybrid_backend.engines.address import reach_this_machine_directly
 from hybrid_backend.engines.registry import resolve_server
-from hybrid_backend.errors import HybridError
+from hybrid_backend.errors import ConfigError, HybridError
+from hybrid_backend.host_memory import check_available
 from hybrid_backend.tools.bench.accuracy import accuracy
 from hybrid_backend.tools.bench.throughput import throughput
 from hybrid_backend.tools.doctor.command import doctor
@@ -73,7 +75,23 @@ def _begin(
     reach_this_machine_directly(os.environ)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+class _ServeCommand(TyperCommand):
+    """Command that refuses an engine's flag before ``--``, where ``--port 9000 MODEL`` would serve a model 9000."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = args[: args.index("--")] if "--" in args else args
+        options = {"--help", *(name for param in self.params for name in [*param.opts, *param.secondary_opts])}
+        if foreign := [word for word in own if word.startswith("-") and word.partition("=")[0] not in options]:
+            near = get_close_matches(foreign[0].partition("=")[0], options, n=1, cutoff=0.8)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"{foreign[0]}: not an option of hybrid serve; {meant}the engine's flags go after --, as in: "
+                f"hybrid serve MODEL -- {foreign[0]}"
+            )
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_ServeCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="catalog name, directory or hub id of the model")],
@@ -86,6 +104,8 @@ def serve(
     settings, source = resolve_config(model, config, os.environ, overrides or ())
     # Cheap checks run before the imports of the method and the model, so that a mistake is reported at once.
     server.check_installation()
+    if (pool_bytes := settings.host_pool.size_bytes) is not None:
+        check_available("host_pool.size", pool_bytes)
     with server.take_address(context.args) as address:
         from hybrid_backend.methods import check_method_name
         from hybrid_backend.workers import resolve_kernel
@@ -149,7 +169,7 @@ def top(
     port: Annotated[int, typer.Option(help="port of the page; 0: a free one")] = 8001,
     interval: Annotated[float, typer.Option(help="seconds between two readings")] = 2.0,
 ) -> None:
-    """Show the status page of a running server in a browser."""
+    """Serve the status page of a running server, and print its address."""
     from hybrid_backend.tools.status.app import serve as serve_page
 
     serve_page(url, host, port, interval, tell=typer.echo)

@@ -227,6 +227,19 @@ def check_pool(key: str, size: int, limits: Room) -> None:
         )
 
 
+def check_available(key: str, size: int, system: System | None = None) -> None:
+    """Raise ConfigError if a host pool of ``size`` bytes is larger than all the memory that is available.
+
+    The check needs no engine, so that `hybrid serve` makes it before the imports; `check_pool` knows the exact limit.
+    """
+    available = (system or System()).available()
+    if size > available:
+        raise ConfigError(
+            f"{key}: {format_size(size)} is more than the {size_text(available)} that are available here; choose less, "
+            "or free memory"
+        )
+
+
 def uncached_bytes(files: Iterable[Path]) -> int:
     """Return how many bytes of files are not in the page cache.
 

@@ -63,7 +63,9 @@ def float32_line(model: Any, path: str, available: int) -> str | None:
     dtype, config = str(model.dtype).removeprefix("torch."), model.hf_config.to_dict()
     weights, _ = weights_to_load(path, config, dtype, model.revision)
     # Kernels for 4-bit weights and for gated delta nets take no fp32.
-    if model.quantization is not None or has_delta_nets(config) or not float32_is_better(dtype, weights, available):
+    if model.quantization is not None or has_delta_nets(config):
+        return None
+    if not float32_is_better(dtype, weights, available, emulates_bf16=not has_bf16()):
         return None
     return (
         f"dtype float32 instead of {dtype}: this CPU has no bf16 instructions, and emulates them several times slower; "
@@ -71,8 +73,10 @@ def float32_line(model: Any, path: str, available: int) -> str | None:
     )
 
 
-def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def float32_is_better(dtype: str, weight_bytes: int, available: int, *, emulates_bf16: bool) -> bool:
     """Tell whether fp32 is better than half precision, which a CPU without bf16 instructions emulates.
+
+    `hybrid serve` and `hybrid plan` share this rule.
 
     Prefill was five times slower with emulation. So fp32 is better if its weights leave most of the memory free.
 
@@ -80,10 +84,10 @@ def float32_is_better(dtype: str, weight_bytes: int, available: int, cpuinfo: Pa
         dtype: dtype of the model, as torch names it, without ``torch.``.
         weight_bytes: bytes of the weights in ``dtype``, 0 if unknown.
         available: bytes of memory for weights and host pool.
-        cpuinfo: file that lists the CPU's instructions.
+        emulates_bf16: the CPU has no bf16 instructions (`has_bf16`).
     """
     fits = 0 < 2 * weight_bytes <= available // 3
-    return dtype in ("bfloat16", "float16") and fits and not has_bf16(cpuinfo)
+    return emulates_bf16 and dtype in ("bfloat16", "float16") and fits
 
 
 def cores_to_bind(

@@ -1,9 +1,9 @@
 """Named CPU servers by their data sheets: the device tier is the CPU itself, so weights and K and V lie in its RAM.
 
-Data sheets: AMD EPYC 7003 series (2021) and Ryzen 7000 series (2022), Intel Xeon Scalable of the 4th generation (2023).
-They give cores, base clock, memory channels and transfers per second; a channel is 8 bytes wide. Operations per cycle
-and core are those of the widest product that the CPU has: AMX 2,048 in bf16, AVX-512 on Zen 4 64 in bf16, AVX2 32 in
-fp32.
+Data sheets: AMD EPYC 7003 and 9004 series (2021, 2022) and Ryzen 7000 series (2022), Intel Xeon Scalable of the 4th
+generation (2023). They give cores, base clock, memory channels and transfers per second; a channel is 8 bytes wide.
+Operations per cycle and core are those of the widest product that the CPU has: AMX 2,048 in bf16, AVX-512 on Zen 4 64
+in bf16, AVX2 32 in fp32.
 
 Share of the peak: STREAM reached 199 of 256 GB/s on two Xeons and 250 of 307 on two EPYCs by their vendors' builds
 (AnandTech, "Sizing Up Servers", 2017), which are 78 and 81 %. One core reads 12 GB/s (16.5 to 18 measured:
@@ -69,6 +69,8 @@ def cpu_machines() -> tuple[Hardware, ...]:
                     cores=16, hertz=4.5e9, operations=64, channels=2, transfers=5200e6, ram_gib=64),
         _cpu_server("epyc-7313", "AMD EPYC 7313: 16 cores, 3.0 GHz, AVX2, DDR4-3200",
                     cores=16, hertz=3.0e9, operations=32, channels=8, transfers=3200e6, ram_gib=256),
+        _cpu_server("epyc-9354", "AMD EPYC 9354: 32 cores, 3.25 GHz, AVX-512, DDR5-4800",
+                    cores=32, hertz=3.25e9, operations=64, channels=12, transfers=4800e6, ram_gib=384),
         _cpu_server("xeon-6426y", "Intel Xeon Gold 6426Y: 16 cores, 2.5 GHz, AMX, DDR5-4800",
                     cores=16, hertz=2.5e9, operations=2048, channels=8, transfers=4800e6, ram_gib=256),
         _cpu_server("xeon-8480", "Intel Xeon Platinum 8480+: 56 cores, 2.0 GHz, AMX, DDR5-4800",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -30,6 +31,7 @@ _COUNTERS = {
     "wait_seconds": "Seconds that the device tier stood still for CPU partials",
     "attention_seconds": "Seconds that decoding rows' attention took, where the CPU attends in place",
     "lead_seconds": "Seconds by which CPU partials were asked for before they were needed",
+    "mass_samples": "Samples that hybrid_attention_mass_recall is the mean of",
 }
 """Attributes of `LayerStats` that are published as counters ``hybrid_{name}_total``, with their help texts."""
 _LAYER_GAUGES = {
@@ -65,6 +67,7 @@ _POOL_GAUGES: Mapping[str, str] = {
     "hybrid_page_tokens": "Tokens of a page (page_size)",
     "hybrid_host_pool_bytes": "Bytes of the host pool (host_pool.size)",
     "hybrid_max_requests": "Requests that may run at once (--max-num-seqs, --max-running-requests)",
+    "hybrid_step_tokens": "Tokens of a step with prompts (--max-num-batched-tokens, --chunked-prefill-size)",
     "hybrid_worker_threads": "Threads of the CPU workers (workers.threads)",
     "hybrid_worker_cpus": "CPUs that the CPU workers run on (workers.cpus)",
 }
@@ -78,6 +81,7 @@ class Publisher:
         gauges: returns the gauges of the whole rank by metric name, and brings ``stats`` up to date.
         rank: number of the rank, a label of all metrics.
         registry: the registry of prometheus_client that the engine publishes.
+        settings: the engine's own settings, as gauges by metric name.
         interval: seconds between two updates, at least.
     """
 
@@ -87,9 +91,11 @@ class Publisher:
         gauges: Callable[[], Mapping[str, float]],
         rank: int,
         registry: CollectorRegistry,
+        settings: Mapping[str, float] = MappingProxyType({}),
         interval: float = 0.5,
     ) -> None:
         self._stats, self._gauges, self._rank, self._interval = stats, gauges, str(rank), interval
+        self._settings = settings
         self._last_time = float("-inf")
         self._published = [LayerStats() for _ in stats.layers]
         self._published_steps: dict[tuple[str, str], int] = {}
@@ -115,7 +121,7 @@ class Publisher:
         if not force and current - self._last_time < self._interval:
             return
         self._last_time = current
-        gauges = self._gauges()
+        gauges = {**self._gauges(), **self._settings}
         for layer, (stats, published) in enumerate(zip(self._stats.layers, self._published, strict=True)):
             for name, counter in self._counters.items():
                 growth = getattr(stats, name) - getattr(published, name)

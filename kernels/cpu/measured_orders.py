@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 BUSY = 0.25
 """Share of all CPUs' time that other processes may use during a measurement that is kept for ever."""
 
+Result = TypeVar("Result")
 Orders = dict[str, tuple[str, ...]]
 """Variants in the order in which they are tried, by the name of a case."""
 
@@ -41,14 +42,19 @@ def measure_orders(measure: Callable[[], Orders], stat: Path = Path("/proc/stat"
         measure: times all cases.
         stat: the kernel's file. Where Linux does not have it, the machine counts as quiet.
     """
+    return MeasuredOrders(*beside_others(measure, stat))
+
+
+def beside_others(measure: Callable[[], Result], stat: Path = Path("/proc/stat")) -> tuple[Result, float]:
+    """Run a measurement; return its result, and the share of all CPUs' time that other processes used meanwhile."""
     start_seconds, start_busy, start_own = time.monotonic(), _busy_seconds(stat), time.process_time()
-    orders = measure()
+    result = measure()
     seconds, own = time.monotonic() - start_seconds, time.process_time() - start_own
     end_busy = _busy_seconds(stat)
     if start_busy is None or end_busy is None:
-        return MeasuredOrders(orders, 0.0)
+        return result, 0.0
     share = (end_busy - start_busy - own) / (seconds * (os.cpu_count() or 1))
-    return MeasuredOrders(orders, round(min(max(share, 0.0), 1.0), 3))
+    return result, round(min(max(share, 0.0), 1.0), 3)
 
 
 def _busy_seconds(stat: Path) -> float | None:

@@ -105,7 +105,7 @@ REFUSED: dict[str, Row] = {
         environment={"VLLM_CPU_KVCACHE_SPACE": "2"},
     ),
     "another backend than ours": Row(
-        vllm=("--attention-backend CPU_ATTN", "leave it out", "vllm serve"),
+        vllm=("--attention-backend CPU_ATTN", "leave it out", "python -m vllm.entrypoints.openai.api_server --model"),
         sglang=("--attention-backend torch_native", "leave it out", "sglang serve"),
     ),
     "speculative decoding": Row(

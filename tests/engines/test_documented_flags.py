@@ -21,7 +21,7 @@ def flags_of(command: Command) -> tuple[str, list[str]]:
     if words[:2] == ["make", "serve"]:
         engine = "sglang" if "ENGINE=sglang" in words else "vllm"
         return engine, [flag for word in words if word.startswith("ARGS=") for flag in word[5:].split()]
-    if words[0] == "python":
+    if words[0] == "python" and words[1].endswith("m"):  # -m; others are examples
         return words[2].partition(".")[0], words[3:]
     return "", []
 

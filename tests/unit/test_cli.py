@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -60,6 +61,22 @@ def refusal(*arguments: str) -> str:
     assert result.stdout == "" and result.stderr.startswith("error: "), result.output
     assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n"), result.stderr
     return result.stderr
+
+
+@pytest.mark.parametrize("words", [("M", "--port", "9000"), ("--port", "9000", "M"), ("M", "--port=9000", "--", "-O0")])
+def test_an_engines_flag_before_the_dashes_is_refused_with_its_place(words: tuple[str, ...]) -> None:
+    """``hybrid serve --port 9000 MODEL`` would serve a model named 9000."""
+    flag = next(word for word in words if word.startswith("--port"))
+    assert refusal(*words) == (
+        f"error: {flag}: not an option of hybrid serve; the engine's flags go after --, as in: "
+        f"hybrid serve MODEL -- {flag}\n"
+    )
+    assert "did you mean --set? the engine's flags go" in refusal("M", "--sett", "budget_tokens=1024")
+
+
+def test_a_pool_larger_than_the_memory_is_refused_before_an_engine_is_imported() -> None:
+    line = refusal("smollm2-135m-instruct", "--set", "host_pool.size=64TiB")
+    assert re.match(r"error: host_pool.size: 64TiB is more than the [\d.]+ GiB that are available here; choose", line)
 
 
 @pytest.mark.parametrize(

@@ -54,24 +54,17 @@ def test_where_the_cpu_does_not_say_nothing_is_changed(tmp_path: Path) -> None:
     assert has_bf16(tmp_path / "missing")
 
 
-def test_without_bf16_instructions_half_precision_is_served_in_fp32(tmp_path: Path) -> None:
-    old, new = cpuinfo(tmp_path, AVX2_DESKTOP), cpuinfo_of_new(tmp_path)
+def test_without_bf16_instructions_half_precision_is_served_in_fp32() -> None:
     for dtype in ("bfloat16", "float16"):
-        assert float32_is_better(dtype, GIB, 16 * GIB, old)
-        assert not float32_is_better(dtype, GIB, 16 * GIB, new)
-    assert not float32_is_better("float32", GIB, 16 * GIB, old)
+        assert float32_is_better(dtype, GIB, 16 * GIB, emulates_bf16=True)
+        assert not float32_is_better(dtype, GIB, 16 * GIB, emulates_bf16=False)
+    assert not float32_is_better("float32", GIB, 16 * GIB, emulates_bf16=True)
 
 
-def cpuinfo_of_new(folder: Path) -> Path:
-    (folder / "new").mkdir()
-    return cpuinfo(folder / "new", ZEN4)
-
-
-def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are(tmp_path: Path) -> None:
-    old = cpuinfo(tmp_path, AVX2_DESKTOP)
-    assert float32_is_better("bfloat16", 2 * GIB, 12 * GIB, old)
-    assert not float32_is_better("bfloat16", 2 * GIB, 11 * GIB, old)
-    assert not float32_is_better("bfloat16", 0, 16 * GIB, old), "nobody knows how large they are"
+def test_weights_that_would_fill_the_memory_in_fp32_stay_as_they_are() -> None:
+    assert float32_is_better("bfloat16", 2 * GIB, 12 * GIB, emulates_bf16=True)
+    assert not float32_is_better("bfloat16", 2 * GIB, 11 * GIB, emulates_bf16=True)
+    assert not float32_is_better("bfloat16", 0, 16 * GIB, emulates_bf16=True), "nobody knows how large they are"
 
 
 def says(**more: Any) -> SimpleNamespace:
@@ -99,7 +92,7 @@ def test_both_engines_ask_one_rule_by_their_own_configuration(
     available: int,
     expected: bool,
 ) -> None:
-    monkeypatch.setattr(cpu_defaults, "has_bf16", lambda cpuinfo: has_instructions)
+    monkeypatch.setattr(cpu_defaults, "has_bf16", lambda: has_instructions)
     save_file({"a": torch.zeros(1000, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     model = SimpleNamespace(dtype=torch.bfloat16, hf_config=says(), revision=None, quantization=None)
     vars(model).update(changes)

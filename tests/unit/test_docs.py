@@ -140,7 +140,10 @@ def curl(command: Command) -> None:
 
 
 def python(command: Command) -> None:
-    """Only the engines' servers; `tests/engines/test_documented_flags.py` parses their flags."""
+    """Check that it is an example or an engine's server; `tests.engines.test_documented_flags` parses its flags."""
+    if command.words[1].startswith("examples/"):
+        assert (ROOT / command.words[1]).exists()
+        return
     assert command.words[1:3] in {("-m", "vllm.entrypoints.openai.api_server"), ("-Pm", "sglang.launch_server")}
 
 
@@ -155,9 +158,15 @@ def source(command: Command) -> None:
     assert command.words[1] in (".venv/bin/activate", ".venv-sglang/bin/activate", ".venv-cuda/bin/activate")
 
 
+def ssh(command: Command) -> None:
+    """Only the tunnel to the status page, whose port is that of `hybrid top`."""
+    options = {option.name: option.default for option in typer.main.get_command(app).commands["top"].params}  # type: ignore[attr-defined]
+    assert command.words[1:] == ("-L", f"{options['port']}:localhost:{options['port']}", "HOST")
+
+
 ELSEWHERE = ("docker", "podman", "buildah", "kubectl", "helm", "apt-get", "sudo", "lm_eval", "jq", "mkdir", "pytest")
 CHECKS: dict[str, Callable[[Command], None]] = {
-    "hybrid": hybrid, "make": make, "pip": pip, "curl": curl, "python": python, "source": source,
+    "hybrid": hybrid, "make": make, "pip": pip, "curl": curl, "python": python, "source": source, "ssh": ssh,
     **dict.fromkeys(ELSEWHERE, elsewhere),
 }  # fmt: skip
 

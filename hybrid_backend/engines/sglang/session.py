@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_observability
 from torch import Tensor, nn
@@ -80,7 +81,9 @@ class Session:
         self._publisher: Publisher | None = None
         if get_observability().enable_metrics:
             runtime = self.runtime
-            self._publisher = Publisher(runtime.stats, runtime.gauges, 0, REGISTRY)
+            chunk = resolved_view(runner.server_args).chunked_prefill_size or 0
+            settings = {"hybrid_step_tokens": chunk} if chunk > 0 else {}  # -1: prompts are not cut.
+            self._publisher = Publisher(runtime.stats, runtime.gauges, 0, REGISTRY, settings)
             self._publisher.publish()
         setattr(self._rows, patches.LISTENER, self._freed)
 

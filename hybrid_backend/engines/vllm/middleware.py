@@ -10,7 +10,7 @@ from fastapi import HTTPException
 
 from hybrid_backend.engines.ending import RefuseWhileEnding
 from hybrid_backend.engines.lifecycle import is_served, served_address
-from hybrid_backend.engines.vllm.request_budget import BUDGET, budget_of
+from hybrid_backend.engines.vllm.request_budget import BUDGET, budget_of, check_names
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -67,11 +67,11 @@ def _checked(receive: Receive) -> Receive:
 
 
 def _check_body(body: bytearray) -> None:
-    """Raise HTTPException if the JSON in ``body`` names a wrong budget, or names one in a wrong place.
+    """Raise HTTPException if the JSON in ``body`` names a wrong or a misspelt budget, or names one in a wrong place.
 
     FastAPI turns an HTTPException from a middleware into an answer.
     """
-    if BUDGET.encode() not in body:
+    if b"vllm_xargs" not in body and b"budget" not in body.lower():
         return
     try:
         request = json.loads(body)
@@ -82,7 +82,9 @@ def _check_body(body: bytearray) -> None:
     if BUDGET in request:
         example = json.dumps({"vllm_xargs": {BUDGET: 2048}})
         raise HTTPException(400, f"{BUDGET}: a request names its budget in vllm_xargs, as {example}")
+    arguments = request.get("vllm_xargs")
     try:
-        budget_of(request.get("vllm_xargs"))
+        budget_of(arguments)
+        check_names([*request, *(arguments if isinstance(arguments, dict) else ())])
     except ValueError as error:
         raise HTTPException(400, str(error)) from None

@@ -6,11 +6,16 @@ instead of the configuration's budget (`Batch.budgets`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from textwrap import shorten
 from typing import Any
 
 BUDGET = "budget_tokens"
 MIDDLEWARE = "hybrid_backend.engines.vllm.middleware.Middleware"
 """Class path for vLLM's ``--middleware``."""
+_NEAR = 0.8
+"""Similarity to `BUDGET` from which a name counts as misspelt."""
 _MAX_BUDGET = 2**31 - 1
 """Largest budget in tokens that fits the kernels' integers."""
 
@@ -40,17 +45,29 @@ def budget_of(extra_args: Any) -> int:
     return min(tokens, _MAX_BUDGET)
 
 
+def check_names(names: Iterable[Any]) -> None:
+    """Refuse a name that is nearly `BUDGET`. All other names belong to others.
+
+    Raises:
+        ValueError: a name is a misspelt `BUDGET`, which would be ignored.
+    """
+    for name in names:
+        if isinstance(name, str) and name != BUDGET and get_close_matches(name.lower(), [BUDGET], cutoff=_NEAR):
+            raise ValueError(f"{shorten(name, 60)}: no such key; did you mean {BUDGET}?")
+
+
 def check_budgets(*arguments: Any, **keywords: Any) -> None:
     """Check the budgets in the arguments of a platform's ``validate_request``, which differ between versions of vLLM.
 
     Raises:
-        VLLMValidationError: a budget is no number of tokens; the server answers with status 400.
+        VLLMValidationError: a budget is no number of tokens, or misspelt; the server answers with status 400.
     """
     from vllm.exceptions import VLLMValidationError
 
     for argument in (*arguments, *keywords.values()):
         try:
             requested_budget(argument)
+            check_names(getattr(argument, "extra_args", None) or ())
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter=BUDGET) from None
 

@@ -37,7 +37,7 @@ from hybrid_backend.engines.flags import (
     served_name,
 )
 from hybrid_backend.engines.lifecycle import DRAIN_SECONDS, ServerProcess, environment, is_ending, served
-from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, compat
+from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND, CPU_WORKER, GPU_WORKER, STOCK_COMMAND, compat
 from hybrid_backend.engines.vllm.checks import check_engine_config
 from hybrid_backend.engines.vllm.environment import check_environment
 from hybrid_backend.engines.vllm.settings import attached_config, chosen
@@ -178,7 +178,7 @@ def _prepare(arguments: Sequence[str], address: ServerAddress) -> tuple[Any, str
         validate(parsed)
         choices = list(_choose_for_cpu(parsed, flag_names(arguments))) if device == "cpu" else []
         config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
-        refuse_other_backend(chosen(config), "vllm serve")
+        refuse_other_backend(chosen(config), STOCK_COMMAND)
         check_engine_config(config, attached_config(config), GPU_WORKER if device == "cuda" else CPU_WORKER)
         if device == "cpu":
             _refuse_dtype(config.model_config)
@@ -313,4 +313,6 @@ def _parse(arguments: Sequence[str]) -> Any:
             **json.loads(arguments[arguments.index(name) + 1]),
             **parsed.additional_config,
         }
+    if getattr(parsed, "disable_access_log_for_endpoints", "") is None:
+        parsed.disable_access_log_for_endpoints = "/metrics"  # `hybrid top` reads it every two seconds.
     return parsed

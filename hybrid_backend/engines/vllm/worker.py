@@ -66,7 +66,8 @@ class HybridWorker(_Worker):
             groups = 1 if self.device.type == "cuda" else len(kv_cache_config.kv_cache_groups)
             for level, line in start_lines(runtime, groups):
                 init_logger("vllm.hybrid_backend").log(level, line)
-        self.publisher = Publisher(runtime.stats, runtime.gauges, rank, REGISTRY)
+        settings = {"hybrid_step_tokens": self.vllm_config.scheduler_config.max_num_batched_tokens}
+        self.publisher = Publisher(runtime.stats, runtime.gauges, rank, REGISTRY, settings)
         self.publisher.publish()
 
     def on_host(self, view: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def made_prompts(tokenizer: Any, context: int, samples: int) -> Iterator[Prompt]
 
     # A verbose tokenizer warns of texts longer than the model's context.
     encode = partial(tokenizer.encode, verbose=False)
-    for probe in lookup_probes(partial(encode, add_special_tokens=False), context, samples):
+    for probe in lookup_probes(partial(encode, add_special_tokens=False), context, samples, questions=1):
         yield Prompt(probe.kind, probe.ids[: probe.compared[0]])
     for window in windows_of(default_texts(), encode, context, samples):
         yield Prompt(window.text, window.ids)
@@ -266,7 +266,7 @@ def _results(
             continue
         attended = tokens or config.budget_tokens
         near = compare(dense.logprobs, ask(server, prompt.ids, 0, begin=dense.tokens, budget=tokens).logprobs)
-        label = "configured" if not budget else f"{budget:.0%}" if budget < 1 else f"{tokens:,}"
+        label = config.method if not budget else f"{budget:.0%}" if budget < 1 else f"{tokens:,}"
         results.append(Result(label, prompt.source, len(prompt.ids), attended, near.kl, near.agreement, near.positions))
     return results
 

@@ -53,7 +53,12 @@ def check_model(model: str) -> str | None:
 
 
 def _meant(model: str, names: list[str]) -> str | None:
-    """Return the catalog name or hub id that a name comes nearest to; None if it is near to none."""
+    """Return the catalog name or hub id that a name comes nearest to; None if it is near to none.
+
+    A catalog name that only misses its end goes before the hub's base model of the shorter name.
+    """
+    if begun := [name for name in names if name.startswith(model.lower())]:
+        return begun[0]
     from hybrid_backend.tools.plan.published import PUBLISHED  # `plan` resolves models by this module.
 
     full_names = {name: entry.hub_id for name, entry in PUBLISHED.items()}

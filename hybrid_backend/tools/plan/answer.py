@@ -34,14 +34,19 @@ def answer(plan: Plan) -> Row | None:
 
 
 def faster(plan: Plan, row: Row) -> Row | None:
-    """Return the fastest method that suits the device if it beats ``row`` by more than `DRAW`; stock is one of them.
+    """Return the fastest method that suits the device if it is at least `DRAW` times as fast as ``row``, or stock.
 
     Rates are at each method's own batch.
     """
     own_rate = rate(plan, row)
     suited = [candidate for candidate in plan.rows if candidate.name == "stock" or _suits(plan, candidate.name)]
     best = max(suited, key=lambda candidate: rate(plan, candidate) or 0.0)
-    return best if own_rate and (rate(plan, best) or 0.0) > DRAW * own_rate else None
+    return best if own_rate and not _is_draw((rate(plan, best) or 0.0) / own_rate) else None
+
+
+def _is_draw(ratio: float) -> bool:
+    """Tell whether a ratio of two speeds, rounded as `ratio_text` prints it, is below `DRAW`."""
+    return round(ratio, 2) < DRAW
 
 
 def _suits(plan: Plan, name: str) -> bool:
@@ -61,9 +66,14 @@ def times_stock(plan: Plan, row: Row) -> float | None:
 
 
 def ratio_text(ratio: float) -> str:
-    """Write a ratio with two digits, in at most five characters if it is below 1,000."""
+    """Write a ratio with two digits, in at most five characters if it is below 1,000.
+
+    Ratios from 1 to 1.5 have three digits, so that a reader sees on which side of `DRAW` they are.
+    """
     if ratio < 0.1:
         return "< 0.1"
+    if 1 < ratio < 1.5:
+        return f"{ratio:.3g}"
     return f"{ratio:.2g}" if ratio < 99.5 else f"{ratio:,.0f}"
 
 
@@ -132,10 +142,29 @@ def meaning(plan: Plan, row: Row) -> str:
     better = faster(plan, row)
     if better is not None and better is not stock:
         sentences.append(f"Faster: {better.name}, {_speed(rate(plan, better) or 0.0)}.")
-    elif ratio is not None and round(ratio, 1) < DRAW and stock.fits:
+    elif ratio is not None and _is_draw(ratio) and stock.fits:
         is_gain = f"{ratio:.2g}" != "1" and ratio > 1
         sentences.append(_DRAWN if is_gain else _TAKE_STOCK)
     return " ".join(sentences)
+
+
+def prompts(plan: Plan) -> str:
+    """Tell how long prompts take on a CPU, which every method computes densely; empty on a GPU or without rates."""
+    seconds = plan.prompt_s
+    if seconds is None:
+        return ""
+    together = f", {plan.batch} of them {duration(plan.batch * seconds)}" if plan.batch > 1 else ""
+    return (
+        f"Until its first token a prompt of {plan.context:,} tokens takes about {duration(seconds)}{together}, with "
+        "stock as with any method."
+    )
+
+
+def duration(seconds: float) -> str:
+    """Write a time in seconds, minutes or hours, with two digits."""
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.2g} min" if seconds < 90 * 60 else f"{seconds / 3600:.2g} h"
 
 
 def _how_to_see_speeds(plan: Plan) -> str:

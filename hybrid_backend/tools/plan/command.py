@@ -20,7 +20,7 @@ from hybrid_backend.errors import ConfigError
 if TYPE_CHECKING:
     from hybrid_backend.hardware import Hardware
     from hybrid_backend.model import ModelShape
-    from hybrid_backend.tools.plan.report import Request
+    from hybrid_backend.tools.plan.report import RamSource, Request
 
 _MOST_GIB = 4096
 _DEFAULT_CONTEXT = 2**15
@@ -51,8 +51,8 @@ def plan(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="GPU: t4, a10, a40, l40s, rtx4090, a100, h100, h200; CPU: ryzen-7950x, epyc-7313, xeon-6426y, "
-            "xeon-8480; or a JSON profile; default: this machine"
+            help="GPU: t4, a10, a40, l40s, rtx4090, a100, h100, h200; CPU: ryzen-7950x, epyc-7313, epyc-9354, "
+            "xeon-6426y, xeon-8480; or a JSON profile; default: this machine"
         ),
     ] = None,
     method: Annotated[
@@ -96,8 +96,10 @@ def plan(
     check_lengths(traffic, rate, context)
     device_bytes, host_bytes = memory("--gpu-mem", gpu_mem), memory("--ram", ram)
     hardware, machine_name = None, None
+    ram_source: RamSource = "asked" if host_bytes is not None else "free" if machine is None else "machine"
     if machine is not None:
         hardware = find_hardware(machine)
+        host_bytes = int(hardware.host_ram_bytes.value) if host_bytes is None else host_bytes
     elif device_bytes is None or host_bytes is None:
         local = LocalMachine.probe()
         if device_bytes is None:
@@ -111,7 +113,7 @@ def plan(
     named = served_name(model)
     settings = resolve_config(_config_name(named), config, os.environ, overrides or ())[0]
     check_method_name(settings.method)
-    shape = find_shape(model, dtype)
+    shape = find_shape(model, dtype, host_bytes if _emulates_bf16(hardware, device_bytes) else None)
     if shape.name != model and not model.endswith(".json"):
         typer.echo(f"{model}: its config.json is not here; planned as {shape.name}, its kin", err=True)
     request = Request(
@@ -127,6 +129,7 @@ def plan(
         all_methods=all_methods,
         device_overhead=memory("--engine-overhead", engine_overhead),
         host_overhead=memory("--host-overhead", host_overhead),
+        ram_source=ram_source,
     )
     if traffic is not None:
         _show_traffic(request, traffic, rate, batch, (slo_ttft, slo_tpot), seed, as_json)
@@ -138,6 +141,13 @@ def plan(
         show(planned, _serve(named, config, overrides or []), Console())
         if not any(row.max_batch for row in planned.rows):
             raise typer.Exit(1)
+
+
+def _emulates_bf16(hardware: Hardware | None, device_bytes: int | None) -> bool:
+    """Tell whether a CPU that emulates bf16 is planned: the named one, or this machine's if no rates are known."""
+    from hybrid_backend.engines.cpu_defaults import has_bf16
+
+    return hardware.emulates_bf16 if hardware is not None else device_bytes == 0 and not has_bf16()
 
 
 def check_lengths(traffic: str | None, rate: float | None, context: str | None) -> None:

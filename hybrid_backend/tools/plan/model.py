@@ -14,6 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from hybrid_backend.config.paths import user_path
 from hybrid_backend.config.reading import is_file, is_folder
+from hybrid_backend.engines.cpu_defaults import float32_is_better
 from hybrid_backend.errors import ModelError
 from hybrid_backend.model import (
     DTYPES,
@@ -23,14 +24,14 @@ from hybrid_backend.model import (
     shape_from_config,
     weight_bytes,
 )
-from hybrid_backend.model_layers import is_quantised
+from hybrid_backend.model_layers import has_delta_nets, is_quantised
 from hybrid_backend.tools.hub import check_hub, resolve_model
 from hybrid_backend.tools.hub.catalog import entries
 from hybrid_backend.tools.hub.fetch import models_dir
 from hybrid_backend.tools.plan.published import published, relative
 
 
-def find_shape(model: str, dtype: str = "auto") -> ModelShape:
+def find_shape(model: str, dtype: str = "auto", float32_room: int | None = None) -> ModelShape:
     """Return the shape of a model, from local files, else from the published shapes, else from the hub.
 
     Args:
@@ -38,6 +39,8 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
             name of a published model.
         dtype: type that the engine computes in. auto: the model's own, and bfloat16 for a float32 model (vLLM 0.32,
             config/model.py, ``_resolve_auto_dtype``).
+        float32_room: memory of a CPU that emulates bf16; auto is then float32 where `hybrid serve` chooses that
+            (`float32_is_better`). None: bf16 is not emulated.
 
     Returns:
         The shape. Its name is another hub id if ``model`` is taken to have the shape of that model by its name.
@@ -47,27 +50,38 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
     """
     file = user_path(model)
     if is_file(file) and file.suffix == ".json":
-        return _served(read_json(file), _name(model, file), dtype, file.parent)
+        return _served(read_json(file), _name(model, file), dtype, float32_room, file.parent)
     folder = _local_folder(model)
     if folder is not None:
-        return _served(read_json(folder / "config.json"), model, dtype, folder)
+        return _served(read_json(folder / "config.json"), model, dtype, float32_room, folder)
     if (entry := published(model)) is not None:
-        return _served(entry.config, model, dtype)
+        return _served(entry.config, model, dtype, float32_room)
     entry = relative(model)
     if entry is not None and "/" not in model:
-        return _served(entry.config, entry.hub_id, dtype)
+        return _served(entry.config, entry.hub_id, dtype, float32_room)
     resolved = Path(resolve_model(model))
     try:
         folder = resolved if is_folder(resolved) else _from_hub(model)
     except ModelError:
         if entry is None:
             raise
-        return _served(entry.config, entry.hub_id, dtype)
-    return _served(read_json(folder / "config.json"), model, dtype, folder)
+        return _served(entry.config, entry.hub_id, dtype, float32_room)
+    return _served(read_json(folder / "config.json"), model, dtype, float32_room, folder)
 
 
-def _served(config: Mapping[str, Any], name: str, dtype: str, folder: Path | None = None) -> ModelShape:
-    """Return the shape in ``config`` as an engine serves it. ``folder`` may have the weights or their index."""
+def _served(
+    config: Mapping[str, Any], name: str, dtype: str, float32_room: int | None, folder: Path | None = None
+) -> ModelShape:
+    """Return the shape in ``config`` as `hybrid serve` serves it. ``folder`` may have the weights or their index."""
+    shape = _in_dtype(config, name, dtype, folder)
+    if dtype != "auto" or float32_room is None or is_quantised(config) or has_delta_nets(config):
+        return shape
+    is_better = float32_is_better(shape.dtype, shape.weight_bytes, float32_room, emulates_bf16=True)
+    return _in_dtype(config, name, "float32", folder) if is_better else shape
+
+
+def _in_dtype(config: Mapping[str, Any], name: str, dtype: str, folder: Path | None) -> ModelShape:
+    """Return the shape in ``config`` with weights in ``dtype``; auto: the dtype that vLLM chooses."""
     stated = shape_from_config(config, name)
     served = stated.dtype if dtype == "auto" else dtype
     if dtype == "auto" and stated.dtype == "float32":

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -31,6 +32,7 @@ from hybrid_backend.methods.apex.rule import hidden_tokens
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.plan.simulate import StepTime, decode_step, simulated_methods
 
+RamSource = Literal["asked", "machine", "free"]
 MOST_BATCH, MOST_CONTEXT = 2**16, 2**27
 """Limits of the search for the largest batch and context."""
 BF16_EMULATION = 5.0
@@ -48,6 +50,7 @@ class Request:
         machine: name of a machine without rates.
         methods: methods to plan; empty for those that serve on the device.
         all_methods: on a CPU plan those too that serve there in tests alone.
+        ram_source: where ``ram`` comes from.
     """
 
     shape: ModelShape
@@ -63,6 +66,7 @@ class Request:
     chunk_tokens: int | None = None
     device_overhead: int | None = None
     host_overhead: int | None = None
+    ram_source: RamSource = "asked"
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,11 @@ class Plan:
         configured: the configuration's own method.
         device_limit: bytes that the engine may take of one device.
         host_limit: bytes that one device's server may take of the host.
+        host_limit_source: where that limit comes from: asked for, all that ``--machine`` has, or free on this machine.
         has_times: the rates of the machine are known.
-        prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU; None on a GPU, or without rates.
-        emulates_bf16: the CPU emulates bfloat16, in which the model is planned; ``prompt_s`` includes that.
+        prompt_s: seconds to compute a prompt of ``context`` tokens on a CPU, in the model's dtype; None on a GPU, or
+            without rates.
+        emulates_bf16: the CPU emulates products in half precision, which then take `BF16_EMULATION` times as long.
     """
 
     model: ModelShape
@@ -134,6 +140,7 @@ class Plan:
     device_limit: int
     host_limit: int
     rows: tuple[Row, ...]
+    host_limit_source: RamSource = "asked"
     has_times: bool = True
     prompt_s: float | None = None
     emulates_bf16: bool = False
@@ -182,9 +189,10 @@ def make_plan(request: Request) -> Plan:
         device_limit=room.limit("device"),
         host_limit=room.limit("host"),
         rows=rows,
+        host_limit_source=request.ram_source,
         has_times=request.hardware is not None,
         prompt_s=_prompt_seconds(request),
-        emulates_bf16=_emulates_bf16(request),
+        emulates_bf16=request.hardware is not None and request.hardware.emulates_bf16,
     )
 
 
@@ -204,10 +212,6 @@ def settled_config(request: Request, device: torch.device) -> HybridConfig:
     return settled.for_layers(shape.attention_windows)
 
 
-def _emulates_bf16(request: Request) -> bool:
-    return request.hardware is not None and request.hardware.emulates_bf16 and request.shape.dtype == "bfloat16"
-
-
 def _prompt_seconds(request: Request) -> float | None:
     """Return the seconds that a CPU takes for a prompt, which every method computes densely; None on a GPU."""
     hardware, shape, tokens = request.hardware, request.shape, request.context
@@ -216,7 +220,8 @@ def _prompt_seconds(request: Request) -> float | None:
     times = LayerTimes.of(hardware, shape)
     weights = 2.0 * shape.layers * shape.layer_params * tokens / hardware.flops_achieved
     attention = shape.full_layers * times.prompt_attention(tokens * (tokens + 1) / 2)
-    return (weights + attention) * (BF16_EMULATION if _emulates_bf16(request) else 1.0)
+    is_emulated = hardware.emulates_bf16 and shape.dtype != "float32"
+    return (weights + attention) * (BF16_EMULATION if is_emulated else 1.0)
 
 
 def _planned_methods(configured: str, device: torch.device, all_methods: bool) -> list[str]:
@@ -233,7 +238,7 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
     """Return the flags of `hybrid serve` and of vLLM with which the runtime allocates what the row says."""
     return [
         f"--set=method={row.name}",
-        f"--set=host_pool.size={row.pages * plan.block_bytes}",
+        f"--set=host_pool.size={_pool_size(row.pages * plan.block_bytes, plan.block_bytes)}",
         "--",
         "--max-num-seqs",
         str(-(-plan.batch // plan.devices)),
@@ -242,6 +247,15 @@ def serve_flags(row: Row, plan: Plan) -> list[str]:
         "--dtype",
         plan.model.dtype,
     ]
+
+
+def _pool_size(least: int, block_bytes: int) -> str:
+    """Write a pool's size in the largest unit of which a whole number holds ``least`` bytes and no block more."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        count = -(-least // factor)
+        if count * factor < least + block_bytes:
+            return f"{count}{unit}"
+    return str(least)
 
 
 def memory_room(request: Request, devices: int) -> MemoryRoom:

@@ -9,10 +9,24 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_backend.tools.plan.answer import answer, bound, headline, meaning, ratio_text, times_stock
+from hybrid_backend.tools.plan.answer import (
+    answer,
+    bound,
+    duration,
+    headline,
+    meaning,
+    prompts,
+    ratio_text,
+    times_stock,
+)
 from hybrid_backend.tools.plan.report import BF16_EMULATION, Plan, Row, serve_flags
 
 _MARK = {"exact": "", "at most": "<= ", "estimate": "~ "}
+_RAM_SOURCES = {
+    "asked": "",
+    "machine": ", all that the machine has; --ram plans with less",
+    "free": ", which is free here now; --ram plans with another size",
+}
 _MEMORY_COLUMNS = ("fits", "device\nGiB", "host\nGiB", "largest\nbatch", "longest\ncontext")
 _SPEED_COLUMNS = ("ms per\ntoken", "tokens\nper s", "best\nper s", "times\nstock")
 COLUMNS = (*_MEMORY_COLUMNS, *_SPEED_COLUMNS)
@@ -29,8 +43,8 @@ def show(plan: Plan, serve: Sequence[str], console: Console) -> None:
     chosen = answer(plan)
     blocks: list[RenderableType] = [Text(headline(plan), style="bold")]
     if chosen is not None:
-        if text := meaning(plan, chosen):
-            blocks.append(Text(text))
+        if sentences := list(filter(None, (meaning(plan, chosen), prompts(plan)))):
+            blocks.append(Text(" ".join(sentences)))
         blocks += [Text(bound(plan, chosen)), Text(_memory(chosen, "device") or _memory(chosen, "host"))]
     blocks += [Text(_load(plan), style="dim"), Text(), _methods(plan), Text()]
     blocks += [Text(f"- {note}") for note in _notes(plan)]
@@ -68,7 +82,7 @@ def _load(plan: Plan) -> str:
     device = f"device {size(plan.device_limit)}, " if plan.device_limit else "no device memory, "
     return (
         f"{plan.model.name}{machine}{devices}: {plan.batch} x {plan.context:,} tokens, {plan.model.dtype}; "
-        f"{device}host {size(plan.host_limit)}"
+        f"{device}host {size(plan.host_limit)}{_RAM_SOURCES[plan.host_limit_source]}"
     )
 
 
@@ -127,22 +141,19 @@ def _exactness(plan: Plan, row: Row, exact_tokens: int) -> str:
     return f"{row.name}: exact up to {limit}; beyond that decoding leaves pages out"
 
 
-def _prompts(plan: Plan, seconds: float) -> str:
-    """Tell how long prompts take, which every method computes densely."""
-    together = f", {plan.batch} of them {_duration(plan.batch * seconds)}" if plan.batch > 1 else ""
-    text = (
-        f"a prompt of {plan.context:,} tokens takes about {_duration(seconds)}{together}, with stock as with any method"
+def _emulation(plan: Plan, seconds: float) -> str:
+    """Tell what the other dtype costs on a CPU that emulates half precision."""
+    if plan.model.dtype == "float32":
+        slower = duration(BF16_EMULATION * seconds)
+        return (
+            "float32 is planned: this CPU emulates bfloat16, in which a prompt takes "
+            f"{slower}. --dtype bfloat16 halves the memory of weights and KV cache"
+        )
+    return (
+        f"this CPU emulates {plan.model.dtype}: in float32 a prompt takes {duration(seconds / BF16_EMULATION)}. "
+        "hybrid serve chooses float32 where its weights, twice as large, take at most a third of the memory; "
+        "--dtype float32 plans for it"
     )
-    if not plan.emulates_bf16:
-        return text
-    faster = _duration(seconds / BF16_EMULATION)
-    return f"{text}: this CPU emulates bfloat16. In float32 (--dtype float32, twice the weights) it takes {faster}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.2g} min" if seconds < 90 * 60 else f"{seconds / 3600:.2g} h"
 
 
 def _notes(plan: Plan) -> list[str]:
@@ -156,8 +167,8 @@ def _notes(plan: Plan) -> list[str]:
     notes += [f"{row.name}: {row.otherwise}" for row in plan.rows if row.otherwise and row is answer(plan)]
     if (chosen := answer(plan)) is not None and chosen.exact_tokens:
         notes.append(_exactness(plan, chosen, chosen.exact_tokens))
-    if plan.prompt_s is not None:
-        notes.append(_prompts(plan, plan.prompt_s))
+    if plan.prompt_s is not None and plan.emulates_bf16:
+        notes.append(_emulation(plan, plan.prompt_s))
     longest = plan.model.max_context
     if longest is not None and plan.context > longest:
         notes.append(

@@ -55,8 +55,8 @@ def text_probe(window: Window) -> Probe:
     return Probe("text", window.ids, first - 1, tuple(range(first, end)))
 
 
-def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> list[Probe]:
-    """Return ``count`` prompts of about ``context`` tokens: entries of random hexadecimal digits, and questions.
+def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0, questions: int = _QUESTIONS) -> list[Probe]:
+    """Return ``count`` prompts of about ``context`` tokens: entries of random hexadecimal digits, and ``questions``.
 
     Raises:
         ConfigError: the context is too short for them.
@@ -72,14 +72,15 @@ def lookup_probes(encode: Encode, context: int, count: int, seed: int = 0) -> li
     probes = []
     for _ in range(count):
         body, entries = encode("A register of entries, each with its code.\n"), []
-        room = context - 2 * _QUESTIONS * len(question(code()))  # An answer is shorter than its question.
+        # An answer is shorter than its question, and an entry, by which the body may exceed its room, than two of them.
+        room = context - max(2 * questions, 3) * len(question(code()))
         while len(body) < room:
             entries.append((code(), code()))
             body += encode("Entry {} has the code {}.\n".format(*entries[-1]))
-        if len(entries) < 2 * _QUESTIONS:
+        if len(entries) < 2 * questions:
             raise ConfigError(f"--context {context}: too short for lookups; take a longer one, or --lookups 0")
         ids, compared = list(body), list[int]()
-        for key, value in dice.sample(entries, _QUESTIONS):
+        for key, value in dice.sample(entries, questions):
             ids += question(key)
             answer = encode(f" {value}")
             compared += range(len(ids), len(ids) + len(answer))

@@ -119,6 +119,7 @@ def _layer(index: int, total: LayerCounts, counts: LayerCounts, seconds: float) 
         attention_share=counts.attention_seconds / seconds if total.attention_seconds else None,
         query_cosine=total.query_cosine,
         mass_recall=total.mass_recall,
+        mass_samples=None if total.attended in (None, 1) else int(total.mass_samples),
     )
 
 

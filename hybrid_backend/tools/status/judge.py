@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid_backend.config import MOST_FRAMES
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.status.model import Answer, Headline, Layer, Level, Rates, State
 from hybrid_backend.tools.status.reading import Reading
+from hybrid_backend.tools.status.texts import age, duration, lowered, mass, mean, rate
 
 FAITHFUL, FAIR_MASS = 0.95, 0.9
 """Mean attention masses from which a server without `quality.min_mass` is called faithful, and below which unfaithful.
@@ -32,6 +33,8 @@ FULL = 0.9
 """Share of the host pool in use from which requests are said to wait for memory."""
 MOSTLY = 0.5
 """Share above which a part is said to be most of a whole: of the time, or of computed tokens."""
+_UNSAMPLED = "Not measured"
+"""Verdict on the faithfulness of a server of which no layer was sampled."""
 _LEVELS: tuple[Level, ...] = ("unknown", "good", "fair", "bad")  # ascending
 # The flags for the longest context, for the most requests at once, and for the tokens of a step with prompts.
 _FLAGS = {
@@ -96,7 +99,7 @@ def unjudged(was_read: bool, stale_seconds: float | None, problem: str | None) -
         return Headline(state="starting", level="unknown", title=title, detail=detail)
     title, detail = "No server answers", f"{reason}. It is asked again all the time."
     if was_read:
-        title = f"No answer for {_age(stale_seconds)}"
+        title = f"No answer for {age(stale_seconds)}"
         detail = f"{reason}. Everything below is as old as the last reading; the server is asked again all the time."
     return Headline(state="silent", level="bad", title=title, detail=detail)
 
@@ -104,13 +107,14 @@ def unjudged(was_read: bool, stale_seconds: float | None, problem: str | None) -
 def _headline(load: Load, answers: Sequence[Answer]) -> Headline:
     """Sum up the answers: the worst of their levels, and the verdicts that are not good."""
     *qualities, limits = answers
-    poor = [_lowered(quality.verdict) for quality in qualities if quality.level in ("fair", "bad")]
+    poor = [lowered(quality.verdict) for quality in qualities if quality.level in ("fair", "bad")]
     if limits.level == "fair":
-        poor.append(f"held back by {_lowered(limits.verdict)}")
+        poor.append(f"held back by {lowered(limits.verdict)}")
     level = max((answer.level for answer in answers), key=_LEVELS.index)
     if load.state == "decoding" and level == "good" and qualities[0].level == "unknown":
         # A green line would promise answers that nobody has measured.
-        level, poor = "unknown", ["faithfulness not measured yet"]
+        verdict = qualities[0].verdict
+        level, poor = "unknown", ["faithfulness not measured yet" if verdict == _UNSAMPLED else lowered(verdict)]
     activity = "Decoding well" if level == "good" else "Decoding"
     if load.state != "decoding":
         level = "unknown" if level == "good" else level  # A server that generates nothing is neither fast nor slow.
@@ -124,7 +128,7 @@ def _detail(load: Load) -> str:
     running, waiting, rates = load.last.get("running"), load.last.get("waiting"), load.rates
     if load.state == "idle":
         return "No request runs or waits."
-    texts = [f"{_rate(rates.generated_per_second)} tokens/s generated"] if load.state == "decoding" else []
+    texts = [f"{rate(rates.generated_per_second)} tokens/s generated"] if load.state == "decoding" else []
     texts += [f"{rates.prompt_per_second:,.0f} tokens/s of prompts read"] if rates.prompt_per_second else []
     counts = [] if running is None else [f"{counted(running, 'request')} now"]
     counts += [] if waiting is None else [f"{waiting:,.0f} waiting" if waiting else "none waiting"]
@@ -151,30 +155,38 @@ def faithful(last: Reading, layers: Sequence[Layer]) -> Answer:
     queries = ""
     if cosines:
         worst, index = min(cosines)
-        average = _mean(cosine for cosine, _ in cosines)
+        average = mean(cosine for cosine, _ in cosines)
         queries = f" Cosine of predicted and true queries: {average:.2f}, {worst:.2f} in the worst ({index})."
     if not masses:
-        left_out = f"{1 - (_mean(attended) or 0):.0%} of the contexts' tokens are left out. " if attended else ""
+        left_out = f"{1 - (mean(attended) or 0):.0%} of the contexts' tokens are left out. " if attended else ""
         text = f"{left_out}No layer was sampled yet (metrics.sample_interval says how often).{queries}"
-        return answer("Not measured", "unknown", text)
+        return answer(_UNSAMPLED, "unknown", text)
+    is_whole = not any(layer.mass_samples == 0 and layer.mass_recall is None for layer in layers)
+    so_far = "" if is_whole else " so far"
     worst, index = min(masses)
-    average = _mean(share for share, _ in masses) or 0.0
-    sampled = f"{len(masses)} sampled of {counted(len(layers), 'layer')}"
-    text = f"{average:.1%} of the attention mass is kept in the {sampled}, {worst:.1%} in the worst ({index}), "
+    average = mean(share for share, _ in masses) or 0.0
+    count = next(layer.mass_samples for layer in layers if layer.layer == index)
+    samples = f", {counted(count, 'sample')}" if count else ""
+    sampled = f"{len(masses)} sampled{so_far} of {counted(len(layers), 'layer')}"
+    text = (
+        f"{average:.1%} of the attention mass is kept in the {sampled}, {worst:.1%} in the worst ({index}{samples}), "
+    )
     text += f"means since start.{queries}"
     if average >= FAITHFUL and worst >= FAIR_MASS:
-        return answer("Faithful", "good", text)
+        return answer(f"Faithful{so_far}", "good" if is_whole else "unknown", text)
     larger = _ways(
         _budget(last, 2) or "sparse=never, by which every token is attended",
         f"quality.min_mass={FAITHFUL}, by which the server finds the budget",
     )
-    return answer(*(("Nearly faithful", "fair") if average >= FAIR_MASS else ("Not faithful", "bad")), text, larger)
+    if average >= FAIR_MASS:
+        return answer(f"Nearly faithful{so_far}", "fair", text, larger)
+    return answer(f"Not faithful{so_far}", "bad", text, larger)
 
 
 def _promise(last: Reading, promised: float, measured: float) -> tuple[str, Level, str, str]:
     """Return verdict, level, text and change of a server that promises an attention mass."""
     budget, kl = last.get("quality_budget_tokens") or 0.0, last.get("quality_max_kl")
-    share_text, promise_text = f"{_mass(measured)} of the attention mass", f"{100 * promised:.4g}%"
+    share_text, promise_text = f"{mass(measured)} of the attention mass", f"{100 * promised:.4g}%"
     if math.isinf(budget):
         # Nothing is sampled while all tokens are attended, so the mass is of the time before.
         text = (
@@ -206,11 +218,11 @@ def fast(load: Load) -> Answer:
         return answer("Idle", "No request runs or waits: there is nothing to judge.", "unknown")
     if load.state == "prompts":
         return answer("No token yet", f"{_prompts_text(load)}{_latencies(rates)}", "unknown")
-    text = f"{_rate(rates.generated_per_second)} tokens/s"
+    text = f"{rate(rates.generated_per_second)} tokens/s"
     if speed is None:
         return answer("Not known", f"{text}; how many requests share them is not published.", "unknown")
     running = counted(rates.running or 0, "request")
-    text += f", {_rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}.{_latencies(rates)}"
+    text += f", {rate(speed)} for each of {running}; a person reads about {READING_SPEED:.0f}.{_latencies(rates)}"
     if not load.is_slow:
         begins_late = load.is_slow_to_begin
         return answer("Slow to begin", text, "fair") if begins_late else answer("Faster than reading", text, "good")
@@ -220,8 +232,8 @@ def fast(load: Load) -> Answer:
 def _latencies(rates: Rates) -> str:
     """Write TTFT and TPOT, where the engine measured any."""
     gap, first = rates.token_seconds, rates.first_token_seconds
-    text = "" if gap is None else f" Between two tokens {_duration(gap)} passed (TPOT)."
-    return text if first is None else f"{text} First tokens came after {_duration(first)} (TTFT)."
+    text = "" if gap is None else f" Between two tokens {duration(gap)} passed (TPOT)."
+    return text if first is None else f"{text} First tokens came after {duration(first)} (TTFT)."
 
 
 def _prompts_text(load: Load) -> str:
@@ -267,7 +279,7 @@ def _waits(load: Load, smaller_budget: str) -> Answer | None:
         text += f"the time; the device tier waits {rates.wait_share:.0%} of it for the CPU."
         return _limit("The bus", text, change=_ways(_frames(last), _interval(last, 2), smaller_budget))
     if rates.wait_share > WAITS:
-        share = _mean(layer.cpu_ratio for layer in load.layers) or 0.0
+        share = mean(layer.cpu_ratio for layer in load.layers) or 0.0
         text = (
             f"The device tier waits {rates.wait_share:.0%} of the time for them; they attend {share:.0%} of the tokens."
         )
@@ -294,14 +306,15 @@ def _work(load: Load, smaller_budget: str) -> Answer:
         return _limit("Prompts", _prompts_text(load), "unknown")
     prompts = rates.prompt_per_second or 0.0
     prompt_share = prompts / (prompts + (rates.generated_per_second or 0.0))
-    if load.is_slow and prompt_share > MOSTLY:
+    # A single request waits for its own prompt only, which smaller pieces do not shorten.
+    if load.is_slow and prompt_share > MOSTLY and (rates.most_running or 0) > 1:
         text = f"{prompt_share:.0%} of the computed tokens were prompts', and a step that reads a piece of a prompt "
-        change = f"half of {_flags(last)[2]} (the start log says what it is): tokens then come between shorter pieces"
+        change = f"{_smaller_pieces(last)}: tokens then come between shorter pieces"
         return _limit("Prompts", f"{text}takes longer for all.", change=change)
     copied, attention = rates.copied_bytes_per_second, rates.attention_share
     text = "No request waits, and nothing that is measured here takes most of the time."
     if attention:
-        contexts = _mean(layer.attended for layer in load.layers)
+        contexts = mean(layer.attended for layer in load.layers)
         text = f"Attention takes {attention:.0%} of the time"
         text += "." if contexts is None else f" for {contexts:.0%} of the contexts' tokens."
         if attention > MOSTLY:
@@ -314,7 +327,7 @@ def _work(load: Load, smaller_budget: str) -> Answer:
     if load.is_slow:
         return _limit("The model's matrices", f"{text} The rest goes to the model's matrices and the engine.")
     if load.is_slow_to_begin:
-        text = f"First tokens came after {_duration(rates.first_token_seconds or 0.0)}: prompts take that long."
+        text = f"First tokens came after {duration(rates.first_token_seconds or 0.0)}: prompts take that long."
         hits = rates.prefix_hit_ratio
         text += "" if hits is None else f" The prefix cache had {hits:.0%} of their tokens."
         change = "prompts that begin with the same text, which the prefix cache then keeps; or shorter prompts"
@@ -361,39 +374,11 @@ def _smaller_budget(last: Reading) -> str:
     return _budget(last, 0.5)
 
 
+def _smaller_pieces(last: Reading) -> str:
+    """Propose half of the tokens that a step with prompts may have."""
+    flag, tokens = _flags(last)[2], last.get("step_tokens")
+    return f"{flag} {tokens // 2:.0f} (now {tokens:.0f})" if tokens else f"half of {flag}"
+
+
 def _flags(last: Reading) -> tuple[str, str, str]:
     return _FLAGS.get(last.engine or "", _FLAGS["vllm"])
-
-
-# --- numbers as texts ---
-
-
-def _rate(value: float | None) -> str:
-    """Write a number per second, with one digit after the point below 100."""
-    return f"{value or 0:,.{1 if value and abs(value) < 100 else 0}f}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f} ms" if seconds < 1 else f"{seconds:,.1f} s"
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-def _mass(share: float) -> str:
-    """Write an attention mass, rounded down, so that 0.99996 is not shown as 100 %."""
-    return f"{math.floor(round(1e4 * share, 6)) / 100:g}%"
-
-
-def _lowered(text: str) -> str:
-    """Return ``text`` for the middle of a sentence: names in capitals stay as they are."""
-    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that were measured; None if no value was."""
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None

@@ -46,8 +46,14 @@ class Rates(_Model):
 
     @property
     def request_speed(self) -> float | None:
-        """Generated tokens per second of one running request, including requests that are still in prefill."""
+        """Tokens per second of one request that decodes.
+
+        While prompts are read, this is one token per TPOT, because some running requests have no token yet. Otherwise
+        the generated tokens are shared by the running requests.
+        """
         generated, running = self.generated_per_second, self.running
+        if generated and self.prompt_per_second and self.token_seconds:
+            return 1 / self.token_seconds
         return generated / max(running, 1.0) if generated and running else None
 
 
@@ -74,7 +80,12 @@ class Column(_Model):
 
 
 class Layer(_Model):
-    """A layer over the last 15 seconds; ``query_cosine`` and ``mass_recall`` are means since the server's start."""
+    """A layer over the last 15 seconds; ``query_cosine`` and ``mass_recall`` are means since the server's start.
+
+    Attributes:
+        mass_samples: samples that ``mass_recall`` is the mean of; None for a layer that has attended every token since
+            the start, which is not sampled.
+    """
 
     layer: int
     attended: Number | None
@@ -86,6 +97,7 @@ class Layer(_Model):
     attention_share: Number | None
     query_cosine: Number | None
     mass_recall: Number | None
+    mass_samples: int | None = None
 
 
 class Headline(_Model):

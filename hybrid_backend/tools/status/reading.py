@@ -55,6 +55,7 @@ class LayerCounts:
     resident_lookups: float = 0.0
     wait_seconds: float = 0.0
     attention_seconds: float = 0.0
+    mass_samples: float = 0.0
     query_cosine: float | None = None
     mass_recall: float | None = None
 

@@ -28,7 +28,7 @@ def chosen(folder: Path, patch: pytest.MonkeyPatch, *flags: str, bf16: bool = Fa
 
     (folder / "config.json").write_text(json.dumps(TINY_MODELS["llama"]))
     patch.setattr(serve, "has_bf16", lambda: bf16)
-    patch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda cpuinfo: bf16)
+    patch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda: bf16)
     patch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     patch.setattr(Topology, "read", classmethod(lambda cls: Topology(tuple(frozenset([n]) for n in range(64)), {})))
     arguments = serve.engine_arguments(str(folder), "tiny", "{}", 16, flags)
@@ -54,6 +54,15 @@ def test_without_bf16_instructions_fp32_is_served(tmp_path: Path, monkeypatch: p
     assert parsed.dtype == "float32" and "float32 instead of bfloat16" in lines[0]
     parsed, _ = chosen(tmp_path, monkeypatch, bf16=True)
     assert parsed.dtype == "auto"
+
+
+def test_readings_of_the_metrics_are_not_logged_unless_the_user_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, _ = chosen(tmp_path, monkeypatch, bf16=True)
+    assert parsed.disable_access_log_for_endpoints == "/metrics"
+    parsed, _ = chosen(tmp_path, monkeypatch, "--disable-access-log-for-endpoints", "/health", bf16=True)
+    assert parsed.disable_access_log_for_endpoints == "/health"
 
 
 def test_a_small_machine_computes_on_all_cores_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

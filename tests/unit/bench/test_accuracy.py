@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, tmp_path: Pat
 def test_made_prompts_are_lookups_prose_and_code_and_always_the_same(tokenizer: Any) -> None:
     prompts = list(made_prompts(tokenizer, 1024, 2))
     assert [prompt.source for prompt in prompts] == ["lookups"] * 2 + ["python-reference"] * 2 + ["python-source"] * 2
-    assert all(700 < len(prompt.ids) <= 1024 for prompt in prompts) and len(set(prompts)) == 6
+    assert all(900 < len(prompt.ids) <= 1024 for prompt in prompts) and len(set(prompts)) == 6
     text = tokenizer.decode(prompts[0].ids)
     key = re.search(r"The code of entry (\S+) is$", text)
     assert key is not None and text.count(f"Entry {key[1]} has the code ") == 1

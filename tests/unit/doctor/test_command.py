@@ -38,7 +38,7 @@ def test_what_is_not_ok_has_a_fix_on_one_line() -> None:
 def test_this_machine_is_examined_and_the_real_probes_agree_with_it() -> None:
     import torch
 
-    findings = examine()
+    findings = list(examine())
     assert {finding.check for finding in findings} >= {
         "torch", "GPU", "FlashInfer", "native kernels", "cores", "NUMA library", "NUMA nodes", "RAM", "shared memory",
         "configuration",
@@ -95,6 +95,6 @@ def test_a_configuration_is_judged_in_the_words_of_serve(
 def test_the_doctor_starts_no_engine() -> None:
     """It must run where an engine is broken."""
     module = "hybrid_backend.tools.doctor.command"
-    code = f"import sys; from {module} import examine; examine(); print('vllm' in sys.modules)"
+    code = f"import sys; from {module} import examine; list(examine()); print('vllm' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
     assert told.stdout.split()[-1] == "False"

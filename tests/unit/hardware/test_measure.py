@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import Curve, Hardware, Number, find_hardware
 from hybrid_backend.kernels import cpu
 from hybrid_backend.model import ModelShape
-from hybrid_backend.tools.plan.hardware.measure import measure, profile_hardware
+from hybrid_backend.tools.plan.hardware import measure as measure_module
+from hybrid_backend.tools.plan.hardware.measure import SPREAD, _doubts, _medians, measure, profile_hardware, table
+from hybrid_backend.tools.plan.hardware.probes import Probe
 from hybrid_backend.tools.plan.simulate import decode_step, simulated_methods
 
 SHAPE = ModelShape("small", 4, 4, 2, 64, 256, 512, 1000, "bfloat16", True, 0, (None,) * 4)
@@ -71,6 +74,36 @@ def test_the_profile_is_written_and_read_back_and_shown(
     assert find_hardware(tmp_path / "hw.json") == profile
     assert "cpu_attention_bytes_per_s" in shown.getvalue()
     assert [file.name for file in tmp_path.iterdir()] == ["hw.json"]
+
+
+def test_a_measurement_beside_other_processes_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "beside_others", lambda measured: (measured(), 0.6))
+    shown = io.StringIO()
+    profile = measure(
+        device="cpu", shape=SHAPE, rounds=1, memory_bytes=SIZE, console=Console(file=shown, width=200, no_color=True)
+    )
+    assert "warning: other processes used 60% of the CPUs' time meanwhile, so rates are low" in shown.getvalue()
+    assert profile.name.endswith("measured while busy"), "hybrid plan shows the name"
+    assert "beside processes that used 60%" in profile.bf16_flops_per_s.source
+
+
+def test_rounds_that_differ_much_are_told_by_their_probe() -> None:
+    rounds = iter([1e9, 1e9, 4e9, 1e9, 9e9, 5e9] * 2)  # the first round of six does not count
+    probes = [Probe("host_read", 1, lambda: next(rounds)), Probe("cpu_attention", 1, lambda: 1e9)]
+    _, spreads = _medians(probes, 5, None)
+    assert spreads["cpu_attention"] == 0 and spreads["host_read"] > SPREAD
+    (line,) = _doubts(spreads, busy=0.0)
+    assert line.startswith("warning: half of the rounds differ by more than 50% in host_read (by ")
+    assert _doubts({"host_read": 0.1}, busy=0.1) == []
+
+
+def test_the_table_has_units_and_no_line_of_what_a_cpu_has_not(profile: Hardware) -> None:
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table(profile))
+    text = shown.getvalue()
+    assert "hbm" not in text and "gpus" not in text
+    assert re.search(r"host_ram_bytes +│ +[\d.]+ GiB", text) and re.search(r"bf16_flops_per_s +│ +[\d.]+ GFLOP/s", text)
+    assert not re.search(r": 0\.0+(?!\d)", text), "a slow rate has digits"
 
 
 @pytest.mark.parametrize(

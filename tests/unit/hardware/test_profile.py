@@ -88,8 +88,8 @@ def test_the_named_machines_are_those_that_were_promised() -> None:
     """Memory and peak bandwidth as on the data sheets, in GiB and GB/s."""
     sheet = {"t4": (15, 320), "a10": (22, 600), "a40": (45, 696), "l40s": (45, 864), "rtx4090": (24, 1008),
              "a100-40": (40, 1555), "a100-80": (80, 1935), "h100": (80, 3350), "h200": (140, 4800),
-             "ryzen-7950x": (64, 83.2), "epyc-7313": (256, 204.8), "xeon-6426y": (256, 307.2),
-             "xeon-8480": (256, 307.2)}  # fmt: skip
+             "ryzen-7950x": (64, 83.2), "epyc-7313": (256, 204.8), "epyc-9354": (384, 460.8),
+             "xeon-6426y": (256, 307.2), "xeon-8480": (256, 307.2)}  # fmt: skip
     found = {
         name: (
             round(find_hardware(name).device_memory_bytes.value / 2**30),

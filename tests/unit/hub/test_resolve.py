@@ -23,6 +23,7 @@ def test_an_empty_model_is_not_the_current_folder(model: str) -> None:
         ("qwn3-8b", "Qwen/Qwen3-8B"),
         ("Qwen3-8B", "Qwen/Qwen3-8B"),
         ("smollm2-135m-instuct", "smollm2-135m-instruct"),
+        ("SmolLM2-135M", "smollm2-135m-instruct"),
     ],
 )
 def test_a_misspelt_model_is_told_the_name_that_it_comes_nearest_to(model: str, meant: str) -> None:

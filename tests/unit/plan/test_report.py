@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from hybrid_backend.cli import app
-from hybrid_backend.config import HybridConfig, config_from_mapping
+from hybrid_backend.config import HybridConfig, config_from_mapping, parse_size
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware import find_hardware
 from hybrid_backend.memory_plan.footprint import UTILIZATION
@@ -194,8 +194,9 @@ def test_a_wrong_request_is_told(changes: dict[str, Any], message: str) -> None:
 def test_flags_ask_for_the_pages_that_were_planned(planned: Plan) -> None:
     row = planned.row("scout")
     flags = serve_flags(row, planned)
-    size = int(next(flag for flag in flags if "host_pool" in flag).rpartition("=")[2])
-    assert size // planned.block_bytes == row.pages == 16 * 1024 + 1
+    size = next(flag for flag in flags if "host_pool" in flag).rpartition("=")[2]
+    assert parse_size(size) // planned.block_bytes == row.pages == 16 * 1024 + 1
+    assert size == "65540MiB", "readable, and to the block"
     assert flags[flags.index("--max-num-seqs") + 1] == "16"
 
 
@@ -232,6 +233,46 @@ def test_the_command_prints_the_answer_a_table_and_the_serve_command(model_dir: 
     assert "does not fit 64 times: device" in run("--gpu-mem", "2GiB", "--ram", "64GiB", "--batch", "64").output
 
 
+def test_the_plan_has_the_dtype_that_serve_chooses_where_bf16_is_emulated(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32, if its weights take at most a third of the memory: 8B weights do of 256 GiB, and not of 64 GiB."""
+
+    def served(*words: str) -> str:
+        return str(re.findall(r"--dtype\s+\\?\s*(\w+)", run(*words, model="qwen3-8b").output)[-1])
+
+    assert served("--machine", "epyc-7313") == "float32"
+    assert served("--machine", "epyc-7313", "--ram", "64GiB") == "bfloat16"
+    assert served("--machine", "epyc-7313", "--dtype", "bfloat16") == "bfloat16"
+    assert served("--machine", "xeon-6426y") == "bfloat16"
+    for has_instructions, dtype in ((True, "bfloat16"), (False, "float32")):  # this machine
+        monkeypatch.setattr("hybrid_backend.engines.cpu_defaults.has_bf16", lambda has=has_instructions: has)
+        assert served("--gpu-mem", "0", "--ram", "256GiB") == dtype
+        assert served("--gpu-mem", "24", "--ram", "256GiB") == "bfloat16", "a GPU computes it"
+
+
+def test_the_first_paragraph_has_the_time_of_a_prompt_and_a_note_that_of_the_other_dtype(model_dir: Path) -> None:
+    in_float32, in_bf16 = (
+        " ".join(run("--machine", "epyc-7313", "--ram", ram, "--context", "32k", model="qwen3-8b").output.split())
+        for ram in ("256GiB", "64GiB")
+    )
+    for output, own, other in ((in_float32, "14 min", "70 min"), (in_bf16, "70 min", "14 min")):
+        first, _, notes = output.partition("Bounded by")
+        assert f"Until its first token a prompt of 32,768 tokens takes about {own}" in first
+        assert f"a prompt takes {other}" in notes and "this CPU emulates bfloat16" in notes
+    assert "emulates" not in run("--machine", "xeon-6426y", model="qwen3-8b").output
+
+
+def test_the_plan_says_which_memory_it_took(model_dir: Path) -> None:
+    def load(*words: str) -> str:
+        return " ".join(run("--gpu-mem", "0", *words).output.split())
+
+    assert "which is free here now; --ram plans with another size" in load()
+    assert "host 7 GiB" in load("--ram", "7GiB") and "--ram plans" not in load("--ram", "7GiB")
+    on_machine = " ".join(run("--machine", "epyc-9354").output.split())
+    assert "host 384 GiB, all that the machine has; --ram plans with less" in on_machine
+
+
 def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
     asked = ("--machine", "h100", "--method", "hgca", "--batch", "32", "--json")
     usual, few, eight = (json.loads(run(*asked, *more).output) for more in ((), ("--cores", "2"), ("--gpus", "8")))
@@ -241,7 +282,9 @@ def test_cores_and_devices_are_those_of_a_machine(model_dir: Path) -> None:
     assert on_cpu["machine"] == "epyc-7313, 4 cores" and on_cpu["device_limit"] == 0
 
 
-CPU_NAMES = "one of ryzen-7950x, epyc-7313, xeon-6426y, xeon-8480, or the JSON file of 'hybrid profile --hardware'"
+CPU_NAMES = (
+    "one of ryzen-7950x, epyc-7313, epyc-9354, xeon-6426y, xeon-8480, or the JSON file of 'hybrid profile --hardware'"
+)
 
 
 @pytest.mark.parametrize(

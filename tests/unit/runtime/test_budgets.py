@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from statistics import fmean
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybrid_backend.batch import Step
 from hybrid_backend.engines.vllm.middleware import Middleware
-from hybrid_backend.engines.vllm.request_budget import requested_budget
+from hybrid_backend.engines.vllm.request_budget import check_names, requested_budget
 from hybrid_backend.step.budgets import LayerBudgets
 from tests.support.attended import Attended
 from tests.support.harness import PAGE, Engine, config, decode_step, resident, spec
@@ -269,6 +270,27 @@ def test_a_budget_where_nothing_reads_it_is_refused_with_the_place_for_it(asked_
     answer = asked_over_http.post("/", content='{"budget_tokens": 2048}', headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["detail"].endswith('in vllm_xargs, as {"vllm_xargs": {"budget_tokens": 2048}}')
+
+
+@pytest.mark.parametrize(
+    "misspelt", ["budget_token", "Budget_tokens", "budget-tokens", "budgets_tokens", "buget_tokens"]
+)
+def test_a_misspelt_budget_is_refused_and_not_ignored(asked_over_http: TestClient, misspelt: str) -> None:
+    bodies: list[dict[str, Any]] = [{"vllm_xargs": {misspelt: 4096}}]
+    if "budget" in misspelt.lower():  # Bodies with neither word are passed on without being parsed.
+        bodies.append({misspelt: 4096})
+    for body in bodies:
+        answer = asked_over_http.post("/", content=json.dumps(body), headers=JSON)
+        assert answer.status_code == 400
+        assert answer.json()["detail"] == f"{misspelt}: no such key; did you mean budget_tokens?"
+    with pytest.raises(ValueError, match="did you mean budget_tokens"):
+        check_names({misspelt: 4096})
+
+
+def test_keys_of_others_are_left_to_them(asked_over_http: TestClient) -> None:
+    others = {"budget": 1, "max_tokens": 8, "thinking_token_budget": 512, "min_tokens": 1, "tokens": "budget_token"}
+    for body in ({"vllm_xargs": others}, others):
+        assert asked_over_http.post("/", content=json.dumps(body), headers=JSON).status_code == 200
 
 
 def test_a_request_to_a_server_that_ends_is_sent_elsewhere(

@@ -21,10 +21,17 @@ IN_PLACE = {"running": 2.0, "budget_tokens": 1024.0, "page_tokens": 32.0, "frame
 WAITS = {"generated_per_second": 10, "wait_share": 0.5}
 
 
-def layer(index: int, mass: float | None, cosine: float | None = None, attended: float | None = None) -> Layer:
+def layer(
+    index: int,
+    mass: float | None,
+    cosine: float | None = None,
+    attended: float | None = None,
+    samples: int | None = None,
+) -> Layer:
     return Layer(
         layer=index, attended=attended, residency=None, cpu_ratio=0.25, attended_tokens_per_second=0,
         recalled_per_second=0, wait_share=0, attention_share=None, query_cosine=cosine, mass_recall=mass,
+        mass_samples=samples,
     )  # fmt: skip
 
 
@@ -116,6 +123,20 @@ def test_the_mass_that_sampled_layers_keep_says_how_faithful(
     assert answer.change == ("" if level == "good" else larger)
 
 
+def test_a_server_is_not_called_faithful_before_all_layers_were_sampled() -> None:
+    """A layer without a count attends every token, so that it is not sampled."""
+    exact, seen, unseen = layer(0, None), layer(1, 0.97, samples=2), layer(2, None, samples=0)
+    headline, answers = judged({"running": 2}, (exact, seen, unseen), generated_per_second=20)
+    assert (answers["faithful"].verdict, answers["faithful"].level) == ("Faithful so far", "unknown")
+    assert "is kept in the 1 sampled so far of 3 layers, 97.0% in the worst (1, 2 samples)" in answers["faithful"].text
+    assert (headline.title, headline.level) == ("Decoding: faithful so far", "unknown")
+    headline, answers = judged({"running": 2}, (exact, seen, layer(2, 0.96, samples=1)), generated_per_second=20)
+    assert (answers["faithful"].verdict, headline.level) == ("Faithful", "good")
+    assert "96.0% in the worst (2, 1 sample), means" in answers["faithful"].text
+    poor = judged(SERVED, (exact, layer(1, 0.666, samples=1), unseen))[1]["faithful"]
+    assert (poor.verdict, poor.level) == ("Not faithful so far", "bad") and poor.change
+
+
 def test_without_samples_the_share_of_tokens_says_what_can_be_said() -> None:
     answer = judged(SERVED, (layer(0, None, attended=0.25),))[1]["faithful"]
     assert answer.verdict == "Not measured" and answer.text.startswith("75% of the contexts' tokens are left out.")
@@ -172,6 +193,18 @@ def test_a_first_token_that_came_late_is_told_though_the_next_ones_came_fast() -
     assert judged({"running": 2}, first_token_seconds=9.9, **rates)[1]["fast"].verdict == "Faster than reading"
 
 
+def test_a_prompt_in_the_window_does_not_make_its_own_answer_slow() -> None:
+    """A request that was read for most of the window, and then got a token every 180 ms."""
+    rates = {"generated_per_second": 0.8, "prompt_per_second": 200, "token_seconds": 0.18}
+    headline, answers = judged({"running": 1}, attention_share=0.1, **rates)
+    assert (answers["fast"].verdict, answers["fast"].level) == ("Faster than reading", "good")
+    assert answers["fast"].text.startswith("0.8 tokens/s, 5.6 for each of 1 request;")
+    assert headline.title == "Decoding well"
+    slow = judged({"running": 1}, attention_share=0.1, **rates | {"token_seconds": 0.4})[1]
+    assert slow["fast"].verdict == "Slow"
+    assert slow["back"].verdict == "The model's matrices", "smaller pieces of its prompt would not help it"
+
+
 def test_requests_that_run_are_never_called_idle() -> None:
     """A long prompt, or a step that is longer than the window, counts no token at all."""
     _, answers = judged({"running": 3, "waiting": 0}, generated_per_second=0, prompt_per_second=0)
@@ -214,6 +247,8 @@ def test_one_token_a_second_while_prompts_are_read_is_not_good(
     assert (answers["back"].verdict, answers["back"].level) == ("Prompts", "fair")
     assert answers["back"].text.startswith("98% of the computed tokens were prompts'")
     assert f"half of --{flag}" in answers["back"].change
+    larger = judged(figures | {"step_tokens": 2048.0}, engine=engine, **rates)[1]["back"]
+    assert larger.change.startswith(f"--{flag} 1024 (now 2048): tokens then come between")
 
 
 @pytest.mark.parametrize(

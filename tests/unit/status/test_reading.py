@@ -17,7 +17,7 @@ from tests.unit.status.server_stand import MetricsStand
 DATA = Path(__file__).parent / "data"
 COUNT = st.integers(0, 10**12)
 SECONDS = st.floats(0, 10**7)
-COUNTERS = ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", "resident_lookups")
+COUNTERS = ("selected_tokens", "cpu_tokens", "recalled_pages", "resident_hits", "resident_lookups", "mass_samples")
 
 
 @st.composite

@@ -24,11 +24,16 @@ from hybrid_backend.errors import ConfigError
 from hybrid_backend.hardware.spec import Curve, Hardware, Number
 from hybrid_backend.host_memory import System
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.cpu.measured_orders import BUSY, beside_others
 from hybrid_backend.model import ModelShape
 from hybrid_backend.tools.counts import counted
 from hybrid_backend.tools.plan.hardware import probes
 from hybrid_backend.tools.plan.hardware.probes import HostMemory, Probe
 
+_OF_GPUS = ("device_memory_bytes", "hbm_bytes_per_s", "hbm_efficiency", "gpus")
+"""Keys that repeat the host's memory and its reads where the CPU is the device, and the number of GPUs."""
+SPREAD = 0.5
+"""Range of the middle half of a probe's rounds, relative to their median, above which a warning is printed."""
 Rates = dict[str, dict[float, float]]
 
 
@@ -81,8 +86,12 @@ def measure(
         todo += probes.device_probes(tier, memory, shape)
         if tier.type == "cpu":
             todo += probes.in_place_probes(memory, shape, opened.enter_context(cpu.Pool(cores)))
-        rates = _medians(todo, rounds, console)
-    return _profile(rates, tier, shape, cores, rounds)
+        (rates, spreads), busy = beside_others(lambda: _medians(todo, rounds, console))
+    hardware = _profile(rates, tier, shape, cores, rounds, busy)
+    if console is not None:
+        for line in _doubts(spreads, busy):
+            console.print(line, style="bold yellow", highlight=False, markup=False)
+    return hardware
 
 
 def profile_hardware(
@@ -108,19 +117,34 @@ def profile_hardware(
 
 
 def table(hardware: Hardware) -> Table:
-    """Return the profile as a table."""
+    """Return the profile as a table, without what only a GPU has if there is none."""
     result = Table("what", "value", title=hardware.name)
-    giga = 1e9
     for name in type(hardware).model_fields:
         value = getattr(hardware, name)
+        if hardware.device == "cpu" and name in _OF_GPUS:
+            continue
         if isinstance(value, Number):
-            shown = f"{value.value / giga:.1f} G" if value.value > 1e6 else f"{value.value * 1e6:.0f} us"
-            result.add_row(name, f"{value.value:g}" if "efficiency" in name else shown)
+            result.add_row(name, _with_unit(name, value.value))
         elif isinstance(value, Curve):
-            result.add_row(name, "  ".join(f"{x:g}: {y / giga:.1f}" for x, y in value.points) + " GB/s")
+            result.add_row(name, "  ".join(f"{x:g}: {y / 1e9:.3g}" for x, y in value.points) + " GB/s")
+        elif isinstance(value, bool):
+            result.add_row(name, "yes" if value else "no")
         elif isinstance(value, int):
             result.add_row(name, str(value))
     return result
+
+
+def _with_unit(name: str, value: float) -> str:
+    """Write a number of a profile in the unit that its key ends with."""
+    for end, factor, unit in (
+        ("_bytes_per_s", 1e9, "GB/s"),
+        ("_flops_per_s", 1e9, "GFLOP/s"),
+        ("_bytes", 2.0**30, "GiB"),
+        ("_s", 1e-6, "us"),
+    ):
+        if name.endswith(end):
+            return f"{value / factor:.4g} {unit}"
+    return f"{value:g}"
 
 
 def torch_device(name: str) -> torch.device:
@@ -136,8 +160,22 @@ def torch_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
-    """Return the medians of ``rounds`` rounds, after a first round that does not count."""
+def _doubts(spreads: dict[str, float], busy: float) -> list[str]:
+    """Return warnings of a measurement beside other processes, or one whose rounds differ much."""
+    lines = []
+    again = "measure again when the machine does nothing else"
+    if busy > BUSY:
+        lines.append(f"warning: other processes used {busy:.0%} of the CPUs' time meanwhile, so rates are low; {again}")
+    if wide := [f"{name} (by {spread:.0%})" for name, spread in sorted(spreads.items()) if spread > SPREAD]:
+        lines.append(f"warning: half of the rounds differ by more than {SPREAD:.0%} in {', '.join(wide)}; {again}")
+    return lines
+
+
+def _medians(todo: list[Probe], rounds: int, console: Console | None) -> tuple[Rates, dict[str, float]]:
+    """Return the medians of ``rounds`` rounds after a first round that does not count, and the spreads by probe.
+
+    A probe's spread is the range of the middle half of its values over their median, at the point where it is widest.
+    """
     measured: dict[tuple[str, float], list[float]] = defaultdict(list)
     runs = [(number, probe) for number in range(rounds + 1) for probe in random.sample(todo, len(todo))]
     for number, probe in track(runs, "measuring", console=console, disable=console is None):
@@ -145,13 +183,18 @@ def _medians(todo: list[Probe], rounds: int, console: Console | None) -> Rates:
         if number:
             measured[probe.name, probe.x].append(value)
     rates: Rates = defaultdict(dict)
+    spreads: dict[str, float] = defaultdict(float)
     for (name, x), values in sorted(measured.items()):
         rates[name][x] = statistics.median(values)
-    return rates
+        if len(values) > 1:
+            low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+            spreads[name] = max(spreads[name], (high - low) / rates[name][x])
+    return rates, spreads
 
 
-def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int) -> Hardware:
-    method = f"measured, median of {rounds} interleaved rounds"
+def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, rounds: int, busy: float) -> Hardware:
+    beside = f" beside processes that used {busy:.0%} of the CPUs' time" if busy > BUSY else ""
+    method = f"measured{beside}, median of {rounds} interleaved rounds"
     layer = f"{shape.kv_heads} KV heads of {shape.head_dim}, group {shape.heads // shape.kv_heads}"
     ram = Number(value=System().meminfo("MemTotal"), source="/proc/meminfo")
 
@@ -162,18 +205,20 @@ def _profile(rates: Rates, tier: torch.device, shape: ModelShape, cores: int, ro
         return Number(value=value, source=source)
 
     is_cuda, side = tier.type == "cuda", probes.GEMM[tier.type]
+    product = str(probes.product_dtype(tier)).removeprefix("torch.")
     best_read = max(rates["host_read"].values())
     label = torch.cuda.get_device_name(tier) if is_cuda else f"CPU device tier, {_processor()}"
     total = torch.cuda.get_device_properties(tier).total_memory if is_cuda else int(ram.value)
     copied = "pinned copies to the device" if is_cuda else "copies from RAM to RAM (the CPU device tier), by one thread"
     attended = "torch's SDPA, contiguous K and V" if is_cuda else "native kernels over scattered pages, all threads"
     return Hardware(
-        name=f"{label}, {counted(cores, 'core')}",
+        name=f"{label}, {counted(cores, 'core')}{', measured while busy' if busy > BUSY else ''}",
         device="gpu" if is_cuda else "cpu",
         device_memory_bytes=number(total, "the driver" if is_cuda else "/proc/meminfo: device tier and host are one"),
         hbm_bytes_per_s=number(rates["device_memory"][1] if is_cuda else best_read, f"{method}: reads"),
         hbm_efficiency=number(1.0, "the bandwidth is itself measured"),
-        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: bf16 product of {side} x {side} matrices"),
+        bf16_flops_per_s=number(rates["gemm"][1], f"{method}: {product} product of {side} x {side} matrices"),
+        emulates_bf16=product == "float32",
         flops_efficiency=number(1.0, "the rate is itself measured"),
         linear_bytes_per_s=curve("linear", f"torch, bf16, layers of {shape.layer_weight_bytes / 1e6:.0f} MB, by rows"),
         device_attention_bytes_per_s=curve(

@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from hybrid_backend.engines.cpu_defaults import has_bf16
 from hybrid_backend.hardware.timing import seconds_of
 from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.cpu import library
@@ -32,7 +33,7 @@ DEVICE_ROWS = (1, 4, 16, 64)
 PIECES = tuple(4096 * 4**i for i in range(7))
 """Bytes of a copied piece: 4 KiB to 16 MiB."""
 GEMM = {"cpu": 1024, "cuda": 4096}
-"""Rows of a square product. A CPU without bf16 instructions takes seconds for 1024, and a minute for 2048."""
+"""Rows of a square product."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class Probe:
 def probe_shape() -> ModelShape:
     """Return the layer that is measured if no model is named: 8 KV heads of 128, 100 MB of matrices."""
     return ModelShape("probe", 1, 16, 8, 128, 2048, 6144, 32768, "bfloat16", True, 0, (None,))
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which products are measured: bf16, or fp32 on a CPU that emulates bf16.
+
+    It is the dtype of a profile's ``bf16_flops_per_s``, beside which ``emulates_bf16`` says so.
+    """
+    return torch.bfloat16 if device.type == "cuda" or has_bf16() else torch.float32
 
 
 class HostMemory:
@@ -196,7 +205,7 @@ def device_probes(device: torch.device, memory: HostMemory, shape: ModelShape) -
     for rows in DEVICE_ROWS:
         yield Probe("linear", rows, lambda n=rows: linear_rate(device, layers, n))  # type: ignore[misc]
     side = GEMM[device.type]
-    square = torch.full((side, side), 0.01, dtype=torch.bfloat16, device=device)
+    square = torch.full((side, side), 0.01, dtype=product_dtype(device), device=device)
     yield Probe("gemm", 1, lambda: 2.0 * side**3 / seconds_of(device, lambda: square @ square))
     yield Probe("layer_overhead", 1, lambda: small_kernels(device, shape))
     if device.type == "cuda":

@@ -114,7 +114,9 @@ function tiles() {
       ["Device tier", bytes(now.device_bytes), known(now.digest_bytes) ? `${bytes(now.digest_bytes)} digests` : ""]])]]];
   if (column && column.time === read) {
     const rates = column.rates;
-    const perRequest = rates.generated_per_second && rates.running ? rates.generated_per_second / Math.max(rates.running, 1) : null;
+    // As Rates.request_speed: while prompts are read, some running requests have no token yet.
+    const shared = rates.generated_per_second && rates.running ? rates.generated_per_second / Math.max(rates.running, 1) : null;
+    const perRequest = rates.generated_per_second && rates.prompt_per_second && rates.token_seconds ? 1 / rates.token_seconds : shared;
     groups.push([`mean of the last ${Math.round(rates.seconds)} s`, [
       ["Decode", rate(rates.generated_per_second), "tokens/s"], ["Each request", rate(perRequest), "tokens/s"],
       ["First token", optional(duration, rates.first_token_seconds), "TTFT"],
@@ -137,6 +139,7 @@ const LAYER_COLUMNS = [
   ["Attended tokens/s", "attended_tokens_per_second", number], ["Attention, ms per s", "attention_share", millis, true],
   ["Recalled pages/s", "recalled_per_second", rate, false], ["Waits, ms per s", "wait_share", millis, false],
   ["Query cosine", "query_cosine", (value) => number(value, 3), false], ["Mass recall", "mass_recall", (value) => number(value, 3)],
+  ["Mass samples", "mass_samples", number],
 ];
 
 function table({ layers, in_place: inPlace }) {
@@ -297,7 +300,7 @@ function view() {
     headline(shown.headline), glance(shown.glance), change(shown.glance), section("numbers", "Numbers", "", tiles()),
     section("course", "Course", `Rates and durations are means of the ${seconds} s before each point; requests, host pool and frames are as read.`, courses(status.in_place)),
     ...maps.map(heat),
-    section("layers", "Layers", "The last 15 seconds; cosine and mass are means since start; – is not measured.", table(status)))];
+    section("layers", "Layers", `The last ${seconds} seconds; cosine and mass are means since start; – is not measured.`, table(status)))];
 }
 
 function draw() {
