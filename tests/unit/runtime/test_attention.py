@@ -107,7 +107,7 @@ def test_digests_cover_exactly_the_tokens_written_since_offset_zero(seed: int, w
     """Pages are written token by token, or by chunks; a page taken over by another request starts anew."""
     pool = random_pool(seed, 4, 2, 16, 8, torch.float32)
     host = HostPool([pool])
-    digests = Digests(host, [0], oracle, MINMAX, torch.device("cpu"))
+    digests = Digests(host, [0], oracle, MINMAX, torch.device("cpu"), torch.float32)
     for step, (page, tokens) in enumerate(writes):
         keys = torch.randn(tokens, 2, 8, generator=torch.Generator().manual_seed(seed + step))
         for t in range(tokens):

@@ -34,6 +34,9 @@ SELECT_SECONDS = 47e-6
 """Duration of one page selection beyond reading the digests. Estimate from the kernel's source."""
 COPY_PROGRAMS = 12
 """Processors of the GPU that a copy from the host occupies (kernels/triton/residency.py)."""
+INT8_BYTE = 1.5
+"""Time to attend a byte of K and V in 8 bits, over that of a byte in 16: kernels are about 1.3 times as fast where they
+read 0.52 of the bytes (docs/lab/cpu-kernels.md). Measured on one core with VNNI; without VNNI nothing is gained."""
 FLAG_SECONDS = 1.5e-6
 """Time of a flag over the bus. Estimate: a device reads host memory over PCIe in 1 to 2 us."""
 
@@ -192,7 +195,7 @@ class Costs(LayerSizes):
 
     def attention(self, kv_bytes: float) -> float:
         """Seconds of our device kernels to attend ``kv_bytes`` in the device's own memory."""
-        return self.times.reading(kv_bytes, self.rows)
+        return self.times.reading(kv_bytes * (INT8_BYTE if self.shape.kv_dtype == "int8" else 1.0), self.rows)
 
     def stock_attention(self, kv_bytes: float) -> float:
         """Seconds of the stock engine's kernels to attend ``kv_bytes`` in the device's own memory."""

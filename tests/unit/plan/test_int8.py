@@ -1,0 +1,26 @@
+"""`hybrid plan` with K and V in 8 bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.plan.test_report import run
+
+PLAN = ("--machine", "xeon-8480", "--context", "32k", "--json")
+
+
+def test_8_bits_hold_almost_twice_the_sequences_and_stock_s_row_stays() -> None:
+    plain, encoded = (json.loads(run(*PLAN, *more, model="qwen3-8b").stdout) for more in ((), ("--set=kv_dtype=int8",)))
+    before, quest = (next(row for row in plan["rows"] if row["name"] == "quest") for plan in (plain, encoded))
+    assert encoded["block_bytes"] / plain["block_bytes"] == pytest.approx(130 / 256)
+    assert 1.85 < quest["max_batch"] / before["max_batch"] < 2.0  # digests stay as they are
+    assert quest["step_ms"] < before["step_ms"]
+    assert encoded["rows"][0] == plain["rows"][0], "stock has no such pages"
+
+
+def test_a_gpu_s_methods_say_that_they_cannot() -> None:
+    refused = run("--machine", "a100", "--set=kv_dtype=int8", "--json", model="qwen3-8b")
+    assert refused.exit_code != 0
+    assert "kv_dtype: int8 is not supported on a GPU; write kv_dtype: auto" in str(refused.exception)
