@@ -69,6 +69,7 @@ def _run(words: Sequence[str]) -> str:
         patch("hybrid_backend.tools.plan.model._local_folder", lambda _: None),  # published shapes, whatever is fetched
         patch("hybrid_backend.tools.hub.resolve_model", lambda model: model),
         patch("hybrid_backend.tools.hub.check_hub", lambda model: None),
+        patch("hybrid_backend.engines.cpu_defaults.has_bf16", lambda: True),  # whatever machine writes the pages
         chdir(ROOT),
     ):
         result = CliRunner(env={"COLUMNS": "80", "HYBRID_CONFIG": None}).invoke(app, list(words))
