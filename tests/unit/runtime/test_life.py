@@ -11,6 +11,7 @@ import torch
 
 from hybrid_backend.methods.registry import method_names
 from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.judged import judge_at_once
 from tests.support.scenario import LIFE, SHORT_LIFE, check_digests, play
 
 pytestmark = pytest.mark.slow
@@ -94,6 +95,7 @@ def test_a_method_that_leaves_tokens_out_attends_what_it_says(name: str, kernels
     """With ``sparse: auto`` requests that fit are dense. Digests are those of what was written."""
     keys = {"exact_layers": [1], "sparse": "always" if kernels == "torch" else "auto", **SPARSE[name]}
     played = engine(name.partition(",")[0], kernels, 4, **keys)
+    judge_at_once(played.runtime.workers)  # hgca's requests attend everything until they are judged
     play([played], after_step=lambda: "codes" not in name or check_digests(played))
     witness = played.witness
     assert witness is not None and witness.sparse_rows >= 2 * 8, "the long request was dense"
