@@ -117,9 +117,9 @@ def is_dense(engine: Engine, work: Mapping[str, int]) -> bool:
     config = engine.cfg
     if config.sparse == "never" or config.method in ("dense", "apex"):
         return True
-    if config.method == "headinfer" and not config.headinfer.window_heads:
-        return True
     sequences = [engine.sequences[name] for name in work]
+    if config.method == "headinfer":
+        return max(s.tokens + 1 for s in sequences) <= engine.runtime.method.exact_tokens(config)
     longest = max([-(-(s.tokens + 1) // config.page_size) for s in sequences if s.tokens >= s.prompt], default=0)
     frames = engine.runtime.tiers.frames.size
     return longest <= (config.budget_pages if config.sparse == "always" or not frames else frames)
