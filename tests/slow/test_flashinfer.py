@@ -230,8 +230,8 @@ def test_the_runtime_is_exact_with_it(
     alone, in_pages = (2, 3) if name == "scout" else (4, 0)  # steps
     assert calls.count("BatchPrefillWithRaggedKVCacheWrapper") == 2 * alone
     assert calls.count("BatchPrefillWithPagedKVCacheWrapper") == 2 * in_pages
-    # In a layer that frames hold, and in one that is on the device whole. b fits its frames, so the prefix that it lacks
-    # there is copied before its first step, and the host knows what they hold.
+    # In a layer that frames hold, and in one that is on the device whole. b fits its frames, so the prefix that it
+    # lacks there is copied before its first step, and the host knows what they hold.
     decoded = {"headinfer": 0, "dense": 2 * 5, "scout": 2 * 5}
     assert calls.count("BatchDecodeWithPagedKVCacheWrapper") == decoded[name]
 
