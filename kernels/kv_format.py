@@ -121,6 +121,10 @@ class KvFormat:
         k, v = (numbers * scales.float()[..., None]).unbind(-3)
         return k, v
 
+    def keys(self, layer: Tensor, pages: Tensor) -> Tensor:
+        """Return the keys ``[n, kv_heads, page_size, head_dim]`` of pages ``[n]`` of a layer; of int8 in fp32."""
+        return self.decode(layer[pages])[0] if self.is_int8 else layer[pages, :, 0]
+
     def stored(self, x: Tensor) -> Tensor:
         """Return new keys or values ``[..., head_dim]`` as pages hold them, decoded to the dtype of ``x``."""
         if not self.is_int8:

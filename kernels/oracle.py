@@ -42,7 +42,7 @@ def append_tokens(
     digest_format = digest_format_of(digests, k.shape[2])
     if not digest_format.covers_growing_pages:
         whole = pages[offset == page_size - 1]
-        digests[whole] = digest_format.encode(_keys(host, whole, torch.float32))
+        digests[whole] = digest_format.encode(kv_format.keys(host, whole))
     else:
         high, low = digests[pages].unbind(2)
         grown = torch.stack([torch.maximum(high, k), torch.minimum(low, k)], 2)
@@ -80,19 +80,13 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
     digest_format = digest_format_of(digests, kv_format.head_dim)
     written = (pages >= 0) & (tokens >= (1 if digest_format.covers_growing_pages else kv.shape[3]))
     index = pages[written].long()
-    dtype = digests.dtype if kv_format.is_int8 and digests.is_floating_point() else torch.float32
-    keys = _keys(kv, index, dtype)  # [n, kv_heads, page_size, head_dim]
+    keys = kv_format.keys(kv, index)  # [n, kv_heads, page_size, head_dim]
     if not digest_format.covers_growing_pages:
         digests[index] = digest_format.encode(keys)
         return
+    keys = keys.to(digests.dtype)
     beyond = (torch.arange(kv.shape[3]) >= tokens[written][:, None])[:, None, :, None]
     digests[index] = torch.stack([keys.masked_fill(beyond, -_INF).amax(2), keys.masked_fill(beyond, _INF).amin(2)], 2)
-
-
-def _keys(kv: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the keys ``[n, kv_heads, page_size, head_dim]`` of pages ``[n]``: in ``dtype`` if pages are in 8 bits."""
-    kv_format = KvFormat.of(kv)
-    return kv_format.decode(kv[pages])[0].to(dtype) if kv_format.is_int8 else kv[pages, :, 0]
 
 
 def page_scores(

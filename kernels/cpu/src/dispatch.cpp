@@ -207,8 +207,15 @@ struct Variants {
       if (!has_all && operation != PARTIAL) continue;
       const auto has_name = [&](const Variant& variant) { return !std::strcmp(variant.name, isa.name); };
       if (std::any_of(of[operation].begin(), of[operation].end(), has_name)) continue;
-      of[operation].push_back(
-          {isa.name, &isa, index_of(isa), runs, fits_all, isa.prompt, {isa.byte_dots, nullptr}, &isa.codes, isa.attend});
+      of[operation].push_back({isa.name,
+                               &isa,
+                               index_of(isa),
+                               runs,
+                               fits_all,
+                               isa.prompt,
+                               {isa.byte_dots, nullptr},
+                               &isa.codes,
+                               isa.attend});
     }
   }
 };

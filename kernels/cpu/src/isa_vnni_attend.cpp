@@ -73,7 +73,8 @@ INLINE __m512i four_bytes(const void* from) {
 // Products of HEADS heads with sixteen keys, in steps of query and key. keys: the transposed columns.
 template <int HEADS>
 INLINE void key_products(ByteState& st, int head, int t) {
-  constexpr int CHAINS = 8 / (2 * HEADS) > 0 ? 8 / (2 * HEADS) : 1;  // sums side by side, as each one waits for its last
+  constexpr int CHAINS =
+      8 / (2 * HEADS) > 0 ? 8 / (2 * HEADS) : 1;  // sums side by side, as each one waits for its last
   __m512i sum[HEADS][2][CHAINS];
 #pragma GCC unroll 4
   for (int g = 0; g < HEADS; g++)
@@ -119,8 +120,8 @@ INLINE void byte_logits(ByteState& st, const char* keys, Prefetch& ahead) {
       for (int i = 0; i < 16; i++) rows[i] = (const float*)(keys + (t + i) * stride + c * CHANNELS);
       transpose(rows, 0, (float*)st.keys[c], 16);  // Beyond the last channel the query is 0.
       for (int i = 0; i < 16; i++)
-        _mm512_store_si512(st.keys[c][i], _mm512_xor_si512(_mm512_load_si512(st.keys[c][i]),
-                                                           _mm512_set1_epi8((char)128)));
+        _mm512_store_si512(st.keys[c][i],
+                           _mm512_xor_si512(_mm512_load_si512(st.keys[c][i]), _mm512_set1_epi8((char)128)));
     }
     int g = 0;
     for (; g + 4 <= group; g += 4) key_products<4>(st, g, t);
@@ -244,8 +245,7 @@ void end_bytes(const ByteState& st, const Segment& seg) {
     }
     seg.lse[g] = (st.maximum[g] + log2f(sum)) * LN2;
     const float norm = 1.f / sum;
-    for (int d = 0; d < dim; d++)
-      out[d] = st.o[g][d / CHANNELS][d % 16 / 4][d % CHANNELS / 16 * 4 + d % 4] * norm;
+    for (int d = 0; d < dim; d++) out[d] = st.o[g][d / CHANNELS][d % 16 / 4][d % CHANNELS / 16 * 4 + d % 4] * norm;
   }
 }
 

@@ -119,9 +119,7 @@ class Bench {
       std::memcpy(&cache_[to], cache_.data(), std::min(first, cache_.size() - to));
   }
   const Isa& base() const { return base_isa(best_isa()); }
-  hb_cache cache(int pages) {
-    return {cache_.data(), pages, head_, head_, part_, kv_row_bytes(model_)};
-  }
+  hb_cache cache(int pages) { return {cache_.data(), pages, head_, head_, part_, kv_row_bytes(model_)}; }
 
   void make_digests() {
     digests_.resize((size_t)(kPages * 2 * row_));
@@ -129,8 +127,7 @@ class Bench {
     codes_.resize((size_t)kPages * 4 * model_.head_dim);
     const hb_digests digests{digests_.data(), 2 * row_, 2 * row_, HB_MINMAX};
     for (int page = 0; page < kPages; page++) {
-      for (int t = 0; t < model_.page_size; t++)
-        append_to_digest(model_, digests, base(), cache(kPages), page, t);
+      for (int t = 0; t < model_.page_size; t++) append_to_digest(model_, digests, base(), cache(kPages), page, t);
       write_byte_digest(model_, digests, byte_digests(), base(), page);
       encode_page(model_, code_store(), cache(kPages), base(), page);
     }
