@@ -36,6 +36,9 @@ KEYS = {
     "frames_per_request": 12,  # 384 tokens; of longer ones 256 are attended
     "budget_tokens": 256,
     "exact_layers": [0],
+    # While loaded pages are on their way to the frames, the CPU attends them: with the true query, what a server attends
+    # does not depend on where its pages lie.
+    "lookahead.partial_query": "real",
     "host_pool.size": "64MiB",
 }
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "4")
@@ -114,13 +117,12 @@ def servers(
 
 def test_tokens_of_prompts_that_a_stock_server_computed_equal_its_own(servers: Servers) -> None:
     decoding, asked = servers.decoding, prompts(LENGTHS, 0)
-    before, on_cpu = decoding.total(LOADED), decoding.total("hybrid_cpu_tokens_total")
+    before = decoding.total(LOADED)
     answers = [servers.through(prompt) for prompt in asked]
     assert answers == [servers.prefill.complete(prompt, TOKENS) for prompt in asked]
     # Files hold whole pages, without the last token.
     left_out = sum(min(length, PAGE + 1) if servers.kind == "files" else 0 for length in LENGTHS)
     assert decoding.total(LOADED) - before > 0.95 * sum(LENGTHS) - left_out, "prompts were computed, not loaded"
-    assert decoding.total("hybrid_cpu_tokens_total") == on_cpu, "everything fits"
 
 
 def test_four_at_once_with_prefix_hits_equal_the_stock_servers(servers: Servers) -> None:
