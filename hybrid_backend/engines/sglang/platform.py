@@ -64,13 +64,15 @@ class HybridCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_kv_pool_cls(self, *, kind: str) -> type[HostTokenPool] | None:
         """Return the host pool's class if the user chose our backend, None for SGLang's own."""
-        from sglang.srt.runtime_context import get_exec
+        from sglang.srt.arg_groups.overrides import resolved_view
+        from sglang.srt.runtime_context import get_exec, get_server_args
 
         if kind != "mha" or not chosen(get_exec().kernel):
             return None
-        from hybrid_backend.engines.sglang.pool import HostTokenPool
+        from hybrid_backend.engines.sglang.pool import HostTokenPool, Int8HostTokenPool
 
-        return HostTokenPool
+        is_int8 = config_of(resolved_view(get_server_args())).kv_dtype == "int8"
+        return Int8HostTokenPool if is_int8 else HostTokenPool
 
 
 def _choose_dtype(server_args: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
 from hybrid_backend.engines.sglang import OWN_BACKEND
-from hybrid_backend.engines.sglang.settings import config_of
 from hybrid_backend.errors import EngineError
 from hybrid_backend.kernels.kv_format import KvFormat
 
@@ -17,22 +16,18 @@ from hybrid_backend.kernels.kv_format import KvFormat
 class HostTokenPool(MHATokenToKVPool):
     """Token pool in host memory. Only the runtime reads and writes it, so SGLang's own accessors raise.
 
-    SGLang's dtype of the pool is the model's, also where pages are in 8 bits (``kv_dtype: int8``).
-
     Attributes:
         pages: pages of each layer (`KvFormat`). Slot s lies in page ``s // page_size``; page 0 is SGLang's dummy.
     """
 
     pages: list[Tensor]
+    kv_dtype: ClassVar[torch.dtype | None] = None
+    """Dtype of the pages; None: the model's."""
 
     def _create_buffers(self) -> None:
-        from sglang.srt.arg_groups.overrides import resolved_view
-        from sglang.srt.runtime_context import get_server_args
-
         if self.head_dim != self.v_head_dim or self.store_dtype != self.dtype:
             raise EngineError("the hybrid backend needs K and V of one size, in a KV cache that SGLang leaves alone")
-        is_int8 = config_of(resolved_view(get_server_args())).kv_dtype == "int8"
-        kv = KvFormat(self.head_num, self.page_size, self.head_dim, torch.int8 if is_int8 else self.dtype)
+        kv = KvFormat(self.head_num, self.page_size, self.head_dim, self.kv_dtype or self.dtype)
         shape = kv.shape(self.size // self.page_size + 1)
         self.pages = [torch.zeros(shape, dtype=kv.dtype, device="cpu") for _ in range(self.layer_num)]
         self.k_buffer = [page[:, :, 0] for page in self.pages]
@@ -47,3 +42,9 @@ class HostTokenPool(MHATokenToKVPool):
 
     set_kv_buffer = get_key_buffer = get_value_buffer = get_kv_buffer = _refuse
     get_cpu_copy = load_cpu_copy = move_kv_cache = _refuse
+
+
+class Int8HostTokenPool(HostTokenPool):
+    """The same with pages in 8 bits (``kv_dtype: int8``). SGLang's dtype of the pool stays the model's."""
+
+    kv_dtype = torch.int8
