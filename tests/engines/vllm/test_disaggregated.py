@@ -36,8 +36,8 @@ KEYS = {
     "frames_per_request": 12,  # 384 tokens; of longer ones 256 are attended
     "budget_tokens": 256,
     "exact_layers": [0],
-    # While loaded pages are on their way to the frames, the CPU attends them: with the true query, what a server attends
-    # does not depend on where its pages lie.
+    # While loaded pages are on their way to the frames, the CPU attends them: with the true query, what a server
+    # attends does not depend on where its pages lie.
     "lookahead.partial_query": "real",
     "host_pool.size": "64MiB",
 }
