@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial
 from hybrid_backend.attention.prefill import KVBlock
+from hybrid_backend.attention.prompts import PagedPrompts
 from hybrid_backend.batch import ModelSpec, PrefillRow, Step, whole_tokens
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.step import Executor, Method
@@ -84,11 +85,11 @@ class PromptChunks:
         False: the partial is over the chunk's own tokens.
         """
         prompts, in_pages = self._tiers.prompts, list[tuple[PrefillRow, Tensor, ChunkPages]]()
-        if prompts.attends_pages and not isinstance(self._method, AttendsPrompts):
+        if isinstance(prompts, PagedPrompts) and not isinstance(self._method, AttendsPrompts):
             resident = [(row, self._tiers.chunk_pages(layer, row)) for row in rows if row.earlier_tokens]
             in_pages = [(row, *pages) for row, pages in resident if pages is not None and pages[1].tokens]
         partials = dict[str, tuple[Partial, bool]]()
-        if in_pages:
+        if in_pages and isinstance(prompts, PagedPrompts):
             chunks = [(row.start, row.end) for row, _, _ in in_pages]
             lists = [(pages.ids, pages.tokens) for _, _, pages in in_pages]
             attended = prompts.over_pages(q, in_pages[0][1], chunks, lists)

@@ -47,8 +47,8 @@ class KvFormat:
                 f"shape {tuple(layer.shape)} and strides {layer.stride()}; expected contiguous "
                 "[pages, kv_heads, 2, page_size, head_dim]"
             )
-        _, kv_heads, _, page_size, width = layer.shape
-        return cls(kv_heads, page_size, width - SCALE_BYTES * (layer.dtype is torch.int8), layer.dtype)
+        _, kv_heads, _, page_size, _ = layer.shape
+        return cls(kv_heads, page_size, head_dim_of(layer), layer.dtype)
 
     @property
     def is_int8(self) -> bool:
@@ -131,6 +131,11 @@ class KvFormat:
             return x.to(self.dtype)
         numbers, scales = quantized(x)
         return (numbers * scales.float()[..., None]).to(x.dtype)
+
+
+def head_dim_of(pages: Tensor) -> int:
+    """Return the channels of a head in pages ``[..., width]``, which may have any strides (`KvFormat`)."""
+    return pages.shape[-1] - SCALE_BYTES * (pages.dtype is torch.int8)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,6 @@ class FlashInferPrompts(Prompts):
     """
 
     head_axis = 1
-    attends_pages = True
 
     def __init__(self, module: ModuleType, workspace: Tensor, operations: Operations, model: ModelSpec) -> None:
         super().__init__(operations, model)

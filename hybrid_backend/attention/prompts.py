@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,28 +24,8 @@ class Prompts(ABC):
     head_axis: ClassVar[int]
     """Dimension of the heads: 0: out is ``[heads, tokens, head_dim]``; 1: out is ``[tokens, heads, head_dim]``."""
 
-    attends_pages: ClassVar[bool] = False
-    """`over_pages` is implemented."""
-
     def __init__(self, operations: Operations, model: ModelSpec) -> None:
         self._operations, self._model = operations, model
-
-    def over_pages(
-        self, q: Tensor, kv: Tensor, chunks: Sequence[tuple[int, int]], lists: Sequence[tuple[Tensor, int]]
-    ) -> list[Partial]:
-        """Compute the causal attention of each chunk over listed pages, whose last tokens are the chunk's own.
-
-        Args:
-            q: queries of the batch, ``[tokens, heads, head_dim]``.
-            kv: ``[pages, kv_heads, 2, page_size, head_dim]`` on the device.
-            chunks: ``(start, end)`` tokens of each chunk in the batch, ascending.
-            lists: ``(ids, tokens)`` of each chunk: pages of ``kv`` ``[n]`` int32, all full but the last one, and the
-                number of tokens in these pages.
-
-        Returns:
-            A partial for each chunk.
-        """
-        raise NotImplementedError(f"{type(self).__name__} attends contiguous tokens")
 
     @abstractmethod
     def own(self, q: Tensor, k: Tensor, v: Tensor, chunks: Sequence[tuple[int, int]]) -> list[Partial]:
@@ -103,6 +83,27 @@ class Prompts(ABC):
         selected = Partial(out.index_select(axis, heads), lse.index_select(axis, heads))
         merged = self._merged(selected, self.over(q.index_select(1, heads), block))
         return Partial(out.index_copy_(axis, heads, merged.out), lse.index_copy_(axis, heads, merged.lse))
+
+
+@runtime_checkable
+class PagedPrompts(Protocol):
+    """Prompts that attend pages on the device where they lie, a chunk and its earlier tokens in one call."""
+
+    def over_pages(
+        self, q: Tensor, kv: Tensor, chunks: Sequence[tuple[int, int]], lists: Sequence[tuple[Tensor, int]]
+    ) -> list[Partial]:
+        """Compute the causal attention of each chunk over listed pages, whose last tokens are the chunk's own.
+
+        Args:
+            q: queries of the batch, ``[tokens, heads, head_dim]``.
+            kv: ``[pages, kv_heads, 2, page_size, head_dim]`` on the device.
+            chunks: ``(start, end)`` tokens of each chunk in the batch, ascending.
+            lists: ``(ids, tokens)`` of each chunk: pages of ``kv`` ``[n]`` int32, all full but the last one, and the
+                number of tokens in these pages.
+
+        Returns:
+            A partial for each chunk.
+        """
 
 
 class TorchPrompts(Prompts):

@@ -18,7 +18,7 @@ from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.decode import openmp_entry
 from hybrid_backend.kernels.cpu.interface import PACKERS
 from hybrid_backend.kernels.digest_format import digest_format_of
-from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.operations import Copies, Counters, Maps
 
 _COUNTERS = len(Counters._fields)
@@ -149,9 +149,8 @@ def paged_arguments(kv: Tensor, dtype: torch.dtype) -> tuple[int, int, int, int,
     if two != 2:
         raise ValueError(f"pages must be [pages, kv_heads, 2, page_size, head_dim], not {tuple(kv.shape)}")
     stored = kv.dtype if kv.dtype is int8 else dtype
-    head_dim = KvFormat.of(kv).head_dim if stored is int8 else kv.shape[4]
     number, encoding = lib.dtype_number(dtype), lib.kv_encoding(stored)
-    return address(kv, stored), pages, number, kv_heads, page_size, head_dim, encoding
+    return address(kv, stored), pages, number, kv_heads, page_size, head_dim_of(kv), encoding
 
 
 def team_arguments() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.partial import Pool
 from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
-from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.operations import AGGREGATES
 
 
@@ -96,9 +96,7 @@ class Decoder:
         self._native = lib.native()
         byte_digests, sinks = byte_digests or {}, sinks or {}
         self._alive = (list(layers), dict(digests), dict(byte_digests), dict(sinks))
-        kv_heads, page_size, dim = first.shape[1], first.shape[3], first.shape[4]
-        if first.dtype is torch.int8:
-            dim = KvFormat.of(first).head_dim
+        kv_heads, page_size, dim = first.shape[1], first.shape[3], head_dim_of(first)
         self.dtype = first.dtype if dtype is None else dtype
         self.shape = (heads, dim)
         self._layers = len(layers)

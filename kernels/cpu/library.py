@@ -19,7 +19,7 @@ from hybrid_backend.kernels.cpu.interface import CONSTANTS, STRUCTURES
 from hybrid_backend.kernels.cpu.measured_orders import measurements_folder
 from hybrid_backend.kernels.cpu.variants import VARIABLE, Choice, Variants, choose, this_cpu
 from hybrid_backend.kernels.digest_format import CODES, MINMAX
-from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.kv_format import head_dim_of
 
 LIBRARY = Path(__file__).with_name("libhybrid_cpu.so")
 
@@ -164,7 +164,7 @@ def cache_of(layer: Tensor) -> Any:
     size = layer.element_size()
     page, head, part, token, _ = (stride * size for stride in layer.stride())
     if layer.dtype is torch.int8:
-        token = KvFormat.of(layer).head_dim  # The scales stand behind the rows of K and V.
+        token = head_dim_of(layer)  # The scales stand behind the rows of K and V.
         part = token * layer.shape[3]
     return Cache(layer.data_ptr(), layer.shape[0], page, head, part, token)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels.cpu import library as lib
-from hybrid_backend.kernels.kv_format import KvFormat
+from hybrid_backend.kernels.kv_format import head_dim_of
 
 
 def partial(
@@ -56,17 +56,9 @@ def _arguments(
 
 def _model(q: Tensor, layer: Tensor, scale: float) -> Any:
     """Describe the shapes of a job. Queries are converted to the dtype of pages that are not in 8 bits."""
-    kv_format = KvFormat.of(layer) if layer.dtype is torch.int8 else None
-    dtype, dim = (layer.dtype, layer.shape[4]) if kv_format is None else (q.dtype, kv_format.head_dim)
-    return lib.model_of(
-        dtype,
-        layer.shape[1],
-        q.shape[1],
-        dim,
-        layer.shape[3],
-        scale,
-        kv_dtype=None if kv_format is None else layer.dtype,
-    )
+    dtype = q.dtype if layer.dtype is torch.int8 else layer.dtype
+    _, kv_heads, _, page_size, _ = layer.shape
+    return lib.model_of(dtype, kv_heads, q.shape[1], head_dim_of(layer), page_size, scale, kv_dtype=layer.dtype)
 
 
 def _fill(args: Any, q: Tensor, layer: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
