@@ -110,10 +110,6 @@ class Toolbox:
         """Return the counters of ``layer`` on the device tier, ``[COUNTERS]`` int64 (`kernels.operations.Counters`)."""
         return self.buffers.layers[layer].counters
 
-    def _changes_residency(self, layer: int) -> bool:
-        """Return `StepBuffers.evicts` of a layer."""
-        return self.buffers.evicts(layer)
-
     # --- selection ---
 
     def selection(self, layer: int) -> Selection | None:
@@ -194,7 +190,7 @@ class Toolbox:
 
         None: there are no frames, or `arrive` has made all selected pages resident.
         """
-        if not self.shape.frames or self._changes_residency(layer):
+        if not self.shape.frames or self.buffers.evicts(layer):
             return None
         selection = self._selections[layer][0]
         # Missing pages are full: the page that grows is always resident.
@@ -277,7 +273,7 @@ class Toolbox:
             layer: index of the layer.
             at_once: recall in every row; otherwise only in rows whose recall interval has passed.
         """
-        if not self._changes_residency(layer):
+        if not self.buffers.evicts(layer):
             return
         selection, scores = self._selections[layer]
         config, inputs, buffers = self._config, self.inputs(scores.shape[0]), self.buffers.layers[layer]
@@ -325,7 +321,7 @@ class Toolbox:
 
     def arrive(self, layer: int) -> None:
         """Wait for the recall of ``layer``, make its pages resident and select again."""
-        if not self._changes_residency(layer):
+        if not self.buffers.evicts(layer):
             return
         self.await_copy(layer)
         position = self.buffers.layers[layer].position

@@ -231,13 +231,12 @@ class _Simulation:
         full = self._full(holds)
         goodput = self._goodput(alone, full) if rate is None else None
         shown = goodput if rate is None else rate
-        load = self._load(self.run(shown), shown) if shown else None
-        if rate is not None:
-            limit = self._limit(self.run(rate), alone)
-        elif goodput:
-            limit = self._limit(self.run(BEYOND * goodput), alone)
+        if shown:
+            run = self.run(shown)
+            load = self._load(run, shown)
+            limit = self._limit(run if rate is not None else self.run(BEYOND * shown), alone)
         else:
-            limit = self._limit_alone(alone)
+            load, limit = None, self._limit_alone(alone)
         return Side(server.method, holds, alone.ttft, alone.tpot, goodput, load, self._load(full, None), limit)
 
     def run(self, rate: float, may_stop: Callable[[Timing], bool] | None = None) -> Run:
