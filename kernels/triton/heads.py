@@ -10,6 +10,7 @@ from hybrid_backend.kernels.operations import Selection, StreamPlan
 from hybrid_backend.kernels.triton.common import kernel
 
 _BLOCK = 1024  # pages that a program plans at once
+_LISTS = 256  # page lists that a program counts at once; a constant, so that no batch size needs a kernel of its own
 
 
 @kernel()
@@ -43,19 +44,22 @@ def plan_load(
 def _stream_plan_kernel(table, num_pages, seq_lens, ranks, pages, places, begins, ends, rest_begins, rest_ends,
                         resident, framed, rows, group, groups, pieces, capacity, first, last, table_stride,
                         KV_HEADS: tl.constexpr, PAGE: tl.constexpr, FRAMED: tl.constexpr, BLOCK: tl.constexpr,
-                        BLOCK_L: tl.constexpr):  # fmt: skip
+                        BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, lists = row * KV_HEADS + head, rows * KV_HEADS
     rank, tokens = tl.load(ranks + head), tl.load(seq_lens + row)
     middle = tl.maximum(tl.load(num_pages + row) - first - last, 0)
     count, own_group = tl.where(rank >= 0, middle, 0), tl.where(rank >= 0, rank // group, -1)
     # The list follows all lists of its group that belong to earlier rows, or to earlier heads of its row.
-    i = tl.arange(0, BLOCK_L)
-    rank_of_line = tl.load(ranks + i % KV_HEADS)
-    pages_of_lines = tl.load(num_pages + i // KV_HEADS, mask=i < lists, other=0) - first - last
-    in_group = (i < lists) & (rank_of_line >= 0) & (rank_of_line // group == own_group)
-    pages_of_lines = tl.where(in_group, tl.maximum(pages_of_lines, 0), 0)
-    before = tl.sum(tl.where(i < line, pages_of_lines, 0), 0)
+    before, total = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for nth in range(0, lists, BLOCK_L):
+        i = nth + tl.arange(0, BLOCK_L)
+        rank_of_line = tl.load(ranks + i % KV_HEADS)
+        pages_of_lines = tl.load(num_pages + i // KV_HEADS, mask=i < lists, other=0) - first - last
+        in_group = (i < lists) & (rank_of_line >= 0) & (rank_of_line // group == own_group)
+        pages_of_lines = tl.where(in_group, tl.maximum(pages_of_lines, 0), 0)
+        before += tl.sum(tl.where(i < line, pages_of_lines, 0), 0)
+        total += tl.sum(pages_of_lines, 0)
     room, n = pieces * capacity, tl.arange(0, BLOCK)
     staged = tl.minimum(tl.maximum(room - before, 0), count)
     begin_of_group = tl.maximum(own_group, 0).to(tl.int64) * room
@@ -66,8 +70,9 @@ def _stream_plan_kernel(table, num_pages, seq_lens, ranks, pages, places, begins
         tl.store(places + begin_of_group + number, number % capacity, mask=inside)
     if rank >= 0:
         # All lists of the group share the places that stay empty.
-        total = tl.sum(pages_of_lines, 0)
-        heads = tl.sum(tl.where((i < KV_HEADS) & in_group, 1, 0), 0)
+        i = tl.arange(0, BLOCK_H)
+        rank_of_head = tl.load(ranks + i, mask=i < KV_HEADS, other=-1)
+        heads = tl.sum(tl.where((rank_of_head >= 0) & (rank_of_head // group == own_group), 1, 0), 0)
         share = row * heads + rank % group
         for empty in range(total + share * BLOCK, room, rows * heads * BLOCK):
             tl.store(places + begin_of_group + empty + n, -1, mask=empty + n < room)
@@ -96,6 +101,6 @@ def plan_stream(
     if rows:
         _stream_plan_kernel[(rows, kv_heads)](
             table, num_pages, seq_lens, ranks, *plan, rows, group, groups, pieces, capacity, first, last,
-            table.stride(0), kv_heads, page_size, is_framed, _BLOCK, triton.next_power_of_2(rows * kv_heads),
+            table.stride(0), kv_heads, page_size, is_framed, _BLOCK, _LISTS, triton.next_power_of_2(kv_heads),
         )  # fmt: skip
     return plan

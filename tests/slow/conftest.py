@@ -9,11 +9,12 @@ import torch
 
 from tests.support.gpu import DEVICE, ON_GPU
 from tests.support.opened import close_all
+from tests.support.streams import STREAMS
 
 
 @pytest.fixture(scope="session")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tests.support.far_device import build_guard
+    from tests.support.far_guard import build_guard
 
     if not ON_GPU:
         build_guard(tmp_path_factory.mktemp("guard"))
@@ -28,6 +29,7 @@ def device(guard: None) -> Iterator[torch.device]:
             yield DEVICE
             close_all()
         return
+    STREAMS.variants.clear()  # A variant that an earlier test launched must not look compiled to this test.
     with far_device() as device:
         yield device
         close_all()  # before the device is gone

@@ -12,11 +12,9 @@ and events allow (`streams`).
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,29 +24,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kernels.cpu.build import compiler
 from tests.support import gpu, streams
 from tests.support.far_attention import CUDA_ONLY
 from tests.support.interpreter import stores_within, traffic
 from tests.support.streams import STREAMS, Event, Graph, Stream
 
 DEVICE = torch.device("cuda:0")
-# PyTorch without CUDA lacks the guard that its dispatcher asks for the current device.
-_GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::Device one() const { return c10::Device(c10::DeviceType::CUDA, 0); }
-  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  c10::Device exchangeDevice(c10::Device) const override { return one(); }
-  c10::Device getDevice() const override { return one(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device d) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-};
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-"""
 
 
 class Far(Tensor):
@@ -364,16 +345,6 @@ def _that_chooses_arguments(grid: Any) -> Any:
         return found
 
     return chosen
-
-
-def build_guard(folder: Path) -> None:
-    """To be called once per process, before `far_device`."""
-    torch_folder = Path(torch.__file__).parent
-    source, library = folder / "guard.cpp", folder / "guard.so"
-    source.write_text(_GUARD)
-    flags = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10"]
-    subprocess.run([*compiler(), str(source), *flags, "-o", str(library)], check=True, timeout=120)
-    torch.ops.load_library(str(library))
 
 
 def _without_gradients(mode: Any = True) -> Any:

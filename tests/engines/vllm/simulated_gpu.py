@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tests.support import far_device
-from tests.support.far_device import Far, _pinned, build_guard
+from tests.support.far_device import Far, _pinned
+from tests.support.far_guard import build_guard
 from tests.support.interpreter import interpret_triton
 from tests.support.streams import STREAMS, Event, current_stream
 

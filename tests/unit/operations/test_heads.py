@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_backend.kernels import reference
-from hybrid_backend.kernels.operations import Operations, Selection
+from hybrid_backend.kernels.operations import Operations, Selection, StreamPlan
 from tests.support.cases import page_lists, relative_error
-from tests.unit.implementations import over_implementations
+from tests.unit.implementations import NAMES, implementation, over_implementations
 from tests.unit.operations.cases import (
     DTYPES,
     ERROR,
@@ -111,6 +111,29 @@ def test_every_token_of_a_head_is_streamed_or_attended_where_it_lies(
             assert plan.resident[row, head] == (tokens if rank == -1 else 0)
             assert plan.framed[row, head] == (tokens - middle * PAGE if is_framed and rank != -1 else 0)
     assert int(placed.sum()) == sum(used), "nothing else is copied"
+
+
+@pytest.mark.parametrize("name", [param for param in NAMES if param.values != ("oracle",)])
+def test_a_stream_of_more_lists_than_a_program_counts_at_once_is_the_oracle_s(name: str) -> None:
+    """Rows 85 and later lie behind the first 256 lists, which the GPU's kernel counts in one piece."""
+    rows, ranks, groups, group, pieces, capacity = 90, ints([0, -1, 1]), 1, 2, 2, 40
+    table = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
+    seq_lens = ints(17 if row in (0, 40, 84, 86, 89) else 1 for row in range(rows))
+    num_pages = (seq_lens + PAGE - 1) // PAGE
+    plans = [
+        operations.plan_stream(table, num_pages, seq_lens, ranks, groups, group, pieces, capacity, PAGE, 0, 1, False)
+        for operations in (implementation("oracle"), implementation(name))
+    ]
+    for field, expected, planned in zip(StreamPlan._fields, *map(_meaning, plans), strict=True):
+        assert torch.equal(expected, planned), field
+
+
+def _meaning(plan: StreamPlan) -> StreamPlan:
+    """Return the plan with the numbers that nobody reads replaced: pages without a place, and bounds of empty parts."""
+    is_placed, is_read = plan.places >= 0, plan.begins < plan.ends
+    return plan._replace(
+        pages=plan.pages.where(is_placed, -1), begins=plan.begins.where(is_read, -1), ends=plan.ends.where(is_read, -1)
+    )
 
 
 @over_implementations(
