@@ -27,7 +27,7 @@ from hybrid_backend.step.operations import are_launches, fitted, resolve_flashin
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.host_pool import HostPool
 from hybrid_backend.tiers.pinned import bus_of_gpu, node_of_gpu
-from hybrid_backend.workers import ALONE, Rank, kernel_name, make_pool
+from hybrid_backend.workers import ALONE, Rank, WorkerPool, kernel_name, make_pool
 
 
 class HybridRuntime:
@@ -286,21 +286,9 @@ class HybridRuntime:
             "hybrid_context_cache_bytes": executor.host_bytes + tiers.cache.nbytes + tiers.cache.whole_bytes,
             "hybrid_persistent_heads": tiers.persistent_heads,
             "hybrid_copied_bytes": tiers.copied_bytes,
-            **self._settings(),
+            **_settings(self.config, tiers, self.workers, self._bus_bytes_per_second),
             **executor.gauges(),
             **self.method.gauges(),
-        }
-
-    def _settings(self) -> dict[str, float]:
-        """Return the effective settings that the status page gives advice on, by metric name."""
-        bus = self._bus_bytes_per_second
-        return {
-            "hybrid_page_tokens": self.config.page_size,
-            "hybrid_host_pool_bytes": self.tiers.host.nbytes,
-            "hybrid_max_requests": self.tiers.frames.requests,
-            "hybrid_worker_threads": self.workers.threads,
-            "hybrid_worker_cpus": len(set(self.workers.cpus)),
-            **({} if bus is None else {"hybrid_bus_bytes_per_second": bus}),
         }
 
     def close(self) -> None:
@@ -334,6 +322,21 @@ class HybridRuntime:
             raise error
         step.error = error
         self.abandon(step)
+
+
+def _settings(config: HybridConfig, tiers: Tiers, workers: WorkerPool, bus: float | None) -> dict[str, float]:
+    """Return the effective settings that the status page gives advice on, by metric name.
+
+    ``bus`` is the bandwidth of a GPU's bus in bytes/s; None: the device is the host.
+    """
+    return {
+        "hybrid_page_tokens": config.page_size,
+        "hybrid_host_pool_bytes": tiers.host.nbytes,
+        "hybrid_max_requests": tiers.frames.requests,
+        "hybrid_worker_threads": workers.threads,
+        "hybrid_worker_cpus": len(set(workers.cpus)),
+        **({} if bus is None else {"hybrid_bus_bytes_per_second": bus}),
+    }
 
 
 def _with_gpus(rank: Rank, device: torch.device) -> Rank:

@@ -119,3 +119,42 @@ def test_every_folder_is_on_the_map_and_what_the_map_names_exists() -> None:
     assert all(part.removesuffix(".py") in text for part in small)
     for name in re.findall(r"`((?:hybrid_backend|kernels|tests|configs|bench|docker)/[\w/.]*)`", text):
         assert (ROOT / name).exists(), f"docs/how/structures.md names {name}"
+
+
+MOST_FILE_LINES = 400
+MOST_CLASS_LINES = 300
+MOST_METHODS = 15
+"""Methods of the interface `step.method.Method` beside its constructor."""
+
+
+def test_no_file_has_more_lines_than_a_reader_takes_in_at_a_sitting() -> None:
+    sources = [
+        path
+        for folder in ("hybrid_backend", "kernels", "bench", "tests", "examples")
+        for suffix in ("*.py", "*.cpp", "*.h")
+        for path in (ROOT / folder).rglob(suffix)
+    ]
+    assert len(sources) > 500
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources}
+    assert not {path: count for path, count in lines.items() if count > MOST_FILE_LINES}
+
+
+def test_no_class_has_more_than_300_lines() -> None:
+    classes = {
+        f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert not {name: count for name, count in classes.items() if count > MOST_CLASS_LINES}
+
+
+def test_the_interface_of_methods_stays_small() -> None:
+    """A method that only some methods need is a protocol beside the interface."""
+    (interface,) = (
+        node
+        for node in ast.parse(MODULES["hybrid_backend.step.method"].read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Method"
+    )
+    names = [node.name for node in interface.body if isinstance(node, ast.FunctionDef)]
+    assert len(names) - names.count("__init__") <= MOST_METHODS, names
