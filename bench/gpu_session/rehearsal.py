@@ -41,7 +41,7 @@ def sizes(folder: Path) -> Sizes:
         accuracy={"context": 512, "samples": 1, "answer": 4, "dtype": "float32", "budgets": "128"},
         prefill_contexts=(64, 300),
         traffic={"input": 40, "output": 4, "prompts": 3, "dtype": "float32", "most": 4},
-        decode_context=320, steps=(1, 2), most=2, profiled=2, keys={"budget_tokens": 128},
+        decode_context=320, steps=(1, 2), most=2, profiled=2, keys={"budget_tokens": 128, "frames_per_request": 8},
         kernels={
             "context": 256, "batches": [1], "budget": 64, "chunk": 64,
             "bench": {
