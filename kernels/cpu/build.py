@@ -41,6 +41,7 @@ _ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "avx2": _AVX2,
         "avx2_bytes": _AVX2,
+        "avx2_attend": _AVX2,
         "avx512": _AVX512,
         "avx512_bf16": [*_AVX512, "-mavx512bf16"],
         "vnni": [*_AVX512, "-mavx512vnni"],

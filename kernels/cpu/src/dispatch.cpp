@@ -159,8 +159,7 @@ struct Variants {
     add_bytes("vnni", hb_isa_avx512, cpu().vnni, hb_vnni_bytes);
 #endif
 #ifdef HB_HAVE_VNNI_ATTEND
-    of[PARTIAL].push_back(
-        {"vnni", &hb_isa_avx512, index_of(hb_isa_avx512), cpu().vnni, fits_all, {}, {}, nullptr, hb_vnni_attend});
+    add_partial("vnni", hb_isa_avx512, cpu().vnni, hb_vnni_attend);
 #endif
 #ifdef HB_HAVE_VBMI
     add_codes("vbmi", hb_isa_avx512, cpu().vbmi, &hb_vbmi_codes);
@@ -184,7 +183,12 @@ struct Variants {
 #endif
     add_bytes("neon", hb_isa_neon, true, hb_neon_bytes);
 #endif
-    for (int i = 0; i < isa_count(); i++) add_isa(isa_at(i), isa_runs(i));
+    for (int i = 0; i < isa_count(); i++) {
+#if defined(__x86_64__) && defined(HB_HAVE_AVX2) && defined(HB_HAVE_AVX2_ATTEND)
+      if (&isa_at(i) == &hb_isa_avx2) add_partial("avx2_pairs", hb_isa_avx2, cpu().avx2, hb_avx2_attend);
+#endif
+      add_isa(isa_at(i), isa_runs(i));
+    }
     for (int operation = 0; operation < kOperations; operation++)
       for (auto& variants : order[operation])
         for (int i = 0; i < (int)of[operation].size(); i++) variants.push_back(i);
@@ -193,6 +197,9 @@ struct Variants {
   void add_prompt(const char* name, const Isa& isa, bool runs, bool (*fits)(const Shape&),
                   const PromptKernels& prompt) {
     of[PROMPT].push_back({name, &isa, index_of(isa), runs, fits, prompt, {}, nullptr, nullptr});
+  }
+  void add_partial(const char* name, const Isa& isa, bool runs, AttendFn (*attend)(const Shape*)) {
+    of[PARTIAL].push_back({name, &isa, index_of(isa), runs, fits_all, {}, {}, nullptr, attend});
   }
   void add_bytes(const char* name, const Isa& isa, bool runs, const ByteKernels& bytes) {
     of[BYTES].push_back({name, &isa, index_of(isa), runs, fits_all, {}, bytes, nullptr, nullptr});

@@ -183,7 +183,7 @@ struct Isa {
 extern "C" HB_HIDDEN const Isa hb_isa_generic, hb_isa_avx2, hb_isa_avx512, hb_isa_amx, hb_isa_neon;
 extern "C" HB_HIDDEN const ByteKernels hb_avx2_bytes;
 extern "C" HB_HIDDEN const ByteKernels hb_vnni_bytes;  // for AVX-512 CPUs that have VNNI
-extern "C" HB_HIDDEN AttendFn hb_vnni_attend(const Shape*);  // pages in 8 bits only; for the same CPUs
+extern "C" HB_HIDDEN AttendFn hb_vnni_attend(const Shape*), hb_avx2_attend(const Shape*);  // pages in 8 bits only
 extern "C" HB_HIDDEN const CodeKernels hb_vnni_codes, hb_vbmi_codes;  // for those that have VNNI, or VBMI
 // bf16 only; for AVX-512 CPUs that have AVX512_BF16. The latter also needs AMX, and a head_dim that is a multiple of
 // 32.

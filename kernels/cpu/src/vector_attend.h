@@ -2,6 +2,7 @@
 // Included once per instruction set, after vector.h.
 #pragma once
 #include "prefetch.h"
+#include "segment_end.h"
 #include "vector_convert.h"
 
 namespace {
@@ -213,26 +214,12 @@ INLINE void attend_heads(State& st, int head, int heads, const PageRef& page, co
 }
 
 template <int TYPE>
-void end_segment(State& st, const Segment& seg) {
-  const int dim = st.shape->head_dim;
-  for (int g = 0; g < st.shape->group; g++) {
-    const float sum = sum_of(st.sum[g]);
-    float* out = seg.out + g * dim;
-    if (!(sum > 0)) {  // no page, or every logit was -inf
-      memset(out, 0, dim * sizeof(float));
-      seg.lse[g] = -INFINITY;
-      continue;
-    }
-    seg.lse[g] = (st.maximum[g] + log2f(sum)) * LN2;
-    const float norm = 1.f / sum;
-    const float* o = &st.o[place_of(st, g)];
-    const int pair_stride = block_heads(st, g) * PAIR;
-    for (int d = 0; d < dim; d++) {
-      const int pair = d / PAIR, i = d % PAIR;
-      const int at = TYPE == BF16 ? i / 2 + (i % 2) * LANES : i;
-      out[d] = o[pair * pair_stride + at] * norm;
-    }
-  }
+void end_segment(const State& st, const Segment& seg) {
+  write_segment(*st.shape, seg, st.maximum, st.sum, [&](int g, int d) {
+    const int pair = d / PAIR, i = d % PAIR;
+    const int lane = TYPE == BF16 ? i / 2 + (i % 2) * LANES : i;
+    return st.o[place_of(st, g) + pair * block_heads(st, g) * PAIR + lane];
+  });
 }
 
 INLINE void set_shape(State& st, const Shape* shape) {

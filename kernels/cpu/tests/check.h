@@ -44,6 +44,7 @@ void fake_gomp_parallel(void (*body)(void*), void* data, unsigned threads, unsig
 
 // The tests. `spin`: nanoseconds for which a pool's thread polls before it sleeps.
 void test_kernels(int rounds);
+void test_byte_pages(int rounds);
 void test_pool(int rounds, int64_t spin);
 void test_judging(int rounds, int64_t spin);
 void test_decode(int rounds, int64_t spin);

@@ -35,6 +35,7 @@ int main(int argc, char** argv) {
   };
   const Test tests[] = {
       {"kernels", [rounds] { test_kernels(rounds); }},
+      {"byte_pages", [rounds] { test_byte_pages(rounds); }},
       {"codes", test_codes},
       {"every_variant", test_every_variant},
       {"variants", test_variants},

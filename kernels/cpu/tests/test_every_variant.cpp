@@ -80,7 +80,7 @@ void check_bytes(Rng& rng, int heads, int segments, int width, bool extreme) {
       expected[(size_t)i / segments * kScoreTile + r] += (double)scale * step[i] * (double)dot;
     }
   }
-  each_variant(hb::BYTES, Shape{BF16, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
+  each_variant(hb::BYTES, Shape{BF16, BF16, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
     std::vector<float> out(expected.size(), NAN);
     for (int h = 0; h < heads; h++) {
       const int first = h * segments;
@@ -108,7 +108,7 @@ void check_digests(Rng& rng, int type, int n) {
     at[r] = &rows.memory[(size_t)r * n * element_size(type)];
     for (int i = 0; i < n; i++) expected[r] += (double)rows.values[(size_t)r * n + i] * weights[i];
   }
-  each_variant(hb::DIGESTS, Shape{type, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
+  each_variant(hb::DIGESTS, Shape{type, type, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
     std::vector<float> prepared = weights, scratch(n), out(kScoreTile, NAN);
     kernels.digests->prepare_weights(type, prepared.data(), n, scratch.data());
     kernels.digests->dots(type, at, at, prepared.data(), n, out.data());
@@ -122,7 +122,7 @@ void check_shares(Rng& rng, int n) {
   double sum = 0;
   for (int i = 0; i < n; i++) sum += expected[i] = std::exp(0.7 * scores[i]);
   for (double& share : expected) share = share / sum + 1;
-  each_variant(hb::SHARES, Shape{BF16, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
+  each_variant(hb::SHARES, Shape{BF16, BF16, 64, 1, 16, 1.f}, [&](const hb::Kernels& kernels, const char* name) {
     std::vector<float> mine = scores, total(n, 1.f);
     kernels.softmax_add(mine.data(), n, 0.7f, total.data());
     EXPECT(near(total.data(), expected, 1e-5), "shares of %d by %s", n, name);
@@ -157,11 +157,12 @@ void check_prompt(Rng& rng, int type, int dim, int group, int tokens, int before
       }
       for (int d = 0; d < dim; d++) expected[((size_t)t * group + g) * dim + d] = out[d] / sum;
     }
-  each_variant(hb::PROMPT, Shape{type, dim, group, page_size, scale},
+  each_variant(hb::PROMPT, Shape{type, type, dim, group, page_size, scale},
                [&](const hb::Kernels& kernels, const char* name) {
                  std::vector<char> out(q.memory.size(), (char)0xff);
                  std::vector<float> scratch, found(q.values.size());
                  const PromptBlock block{type,
+                                         type,
                                          dim,
                                          group,
                                          page_size,
@@ -179,6 +180,11 @@ void check_prompt(Rng& rng, int type, int dim, int group, int tokens, int before
                                          cache.memory.data(),
                                          2 * part,
                                          part,
+                                         nullptr,
+                                         nullptr,
+                                         0,
+                                         0,
+                                         0,
                                          has_sinks ? sinks.data() : nullptr,
                                          hb::grown_lines(scratch, prompt_floats((int64_t)tokens * group, dim))};
                  kernels.prompt.attend(&block);

@@ -209,8 +209,8 @@ struct Operations {
     std::vector<uint16_t> out(q.size());
     std::vector<float> sinks(kHeads * kGroup, 0.5f);
     call(hb_attend_prompt,
-         {paged(host), (const char*)q.data(), table.data(), sinks.data(), (char*)out.data(), kRows, lens[0], kColumns,
-          kGroup, window, kHeads * kGroup * kDim, kHeads * kGroup * kDim, isa, team, 0.125});
+         {paged(host), (const char*)q.data(), nullptr, nullptr, table.data(), sinks.data(), (char*)out.data(), kRows,
+          lens[0], kColumns, kGroup, window, kHeads * kGroup * kDim, 0, 0, kHeads * kGroup * kDim, isa, team, 0.125});
     for (const uint16_t x : out) numbers.push_back(to_float(x));
   }
 

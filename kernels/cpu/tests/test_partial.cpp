@@ -24,6 +24,50 @@ void test_kernels(int rounds) {
   }
 }
 
+// Pages in 8 bits, whose numbers bf16 holds as well, so that the job's expected result is theirs.
+struct BytePages {
+  std::vector<char> memory;
+
+  BytePages(Job& job, Rng& rng) {
+    hb_model& m = job.args.model;
+    const int64_t part = (int64_t)m.page_size * m.head_dim, head = 2 * part + 4 * m.page_size;
+    const int64_t heads = job.args.cache.pages * m.kv_heads;
+    memory.resize(heads * head);
+    for (int64_t i = 0; i < heads; i++)
+      for (int64_t row = 0; row < 2 * m.page_size; row++) {
+        const int exponent = 5 + (int)(rng() % 3);
+        const uint16_t scale = (uint16_t)((15 - exponent) << 10);  // 2^-exponent in fp16
+        std::memcpy(&memory[i * head + 2 * part + 2 * row], &scale, sizeof scale);
+        for (int64_t d = row * m.head_dim; d < (row + 1) * m.head_dim; d++) {
+          const int number = (int)(rng() % 255) - 127;
+          memory[i * head + d] = (char)number;
+          const float value = std::ldexp((float)number, -exponent);
+          uint32_t bits;
+          std::memcpy(&bits, &value, sizeof bits);
+          job.cache[i * 2 * part + d] = (uint16_t)(bits >> 16);
+        }
+      }
+    job.reference();
+    m.kv_encoding = HB_KV_INT8;
+    job.args.cache = {memory.data(), job.args.cache.pages, m.kv_heads * head, head, part, m.head_dim};
+  }
+};
+
+void test_byte_pages(int rounds) {
+  Rng rng(5);
+  for (int round = 0; round < rounds; round++) {
+    Job job = random_job(rng);
+    const BytePages pages(job, rng);
+    for (int isa = 0; isa < hb_isa_count(); isa++) {
+      if (!hb_isa_runs(isa)) continue;
+      std::fill(job.out.begin(), job.out.end(), NAN);
+      EXPECT(hb_partial(&job.args, isa) == HB_OK, "%s", hb_last_error());
+      EXPECT(job.right(), "8 bits by %s: dim %d group %d page %d", hb_isa_name(isa), job.args.model.head_dim,
+             job.args.model.group, job.args.model.page_size);
+    }
+  }
+}
+
 // Every submitter owns its jobs; some are cancelled, some freed before they are done, some helped.
 void test_pool(int rounds, int64_t spin) {
   hb_pool* pool = hb_pool_new(3, nullptr, HB_CHOSEN, spin);
