@@ -284,6 +284,7 @@ void test_operations(int rounds) {
                                  0,
                                  0,
                                  HB_CHOSEN,
+                                 {},
                                  four,
                                  0.5,
                                  0.125};
