@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import DecodeRows
-
 
 class SelectionEpochs:
     """Numbers the epochs of the running requests: a request attends one selection per layer during an epoch.
@@ -29,21 +27,22 @@ class SelectionEpochs:
         self._conditions = torch.full((requests, 3), -1)
         """Batch row, pages and budget of each request in its epoch; -1: the request has no epoch."""
 
-    def of_rows(self, number: int, rows: DecodeRows, indices: Tensor, budgets: Tensor) -> Tensor:
+    def of_rows(self, number: int, indices: Tensor, seq_lens: Tensor, num_pages: Tensor, budgets: Tensor) -> Tensor:
         """Return the epoch of each row in step ``number``, ``[rows]`` int64 >= 1.
 
         Args:
             number: number of the step (`StepInputs.number`), at least 1.
-            rows: decode rows of the step.
             indices: ``[rows]`` int64 request index of each row.
+            seq_lens: ``[rows]`` int64 tokens of each sequence.
+            num_pages: ``[rows]`` int64 pages of each sequence.
             budgets: ``[rows]`` int64 pages that a layer attends on average.
         """
-        conditions = torch.stack([torch.arange(rows.count), rows.num_pages, budgets], 1)
-        age = rows.seq_lens - self._first_tokens[indices]
+        conditions = torch.stack([torch.arange(len(indices)), num_pages, budgets], 1)
+        age = seq_lens - self._first_tokens[indices]
         continues = (self._conditions[indices] == conditions).all(1) & (age >= 0) & (age < self._steps)
         epochs = torch.where(continues, self._epochs[indices], number)
         self._epochs[indices], self._conditions[indices] = epochs, conditions
-        self._first_tokens[indices] = torch.where(continues, self._first_tokens[indices], rows.seq_lens)
+        self._first_tokens[indices] = torch.where(continues, self._first_tokens[indices], seq_lens)
         return epochs
 
     def end(self, index: int) -> None:

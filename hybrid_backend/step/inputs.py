@@ -40,13 +40,15 @@ class InputWriter:
         """
         inputs, count = self._buffers.inputs, rows.count
         requests = torch.tensor(indices)
-        epochs = None if self._epochs is None else self._epochs.of_rows(number, rows, requests, budgets)
+        epochs = torch.zeros_like(requests)
+        if self._epochs is not None:
+            epochs = self._epochs.of_rows(number, requests, rows.seq_lens, rows.num_pages, budgets)
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
             "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
             # The generations on the host belong to this step, while the device may still run earlier steps.
             "generations": self._tiers.frames.generation[requests],
-            "epochs": torch.zeros_like(requests) if epochs is None else epochs,
+            "epochs": epochs,
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
         by_row, by_layer, number_input = inputs.split_small(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
