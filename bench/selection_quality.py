@@ -35,6 +35,7 @@ from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.digest_format import CODES, MINMAX
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.method import factors_of
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.profile.measure import page_digests
 from tests.engines.server import MODEL
@@ -203,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(find_config(MODEL))
     sparse = [layer for layer in range(len(config.budget_factors)) if not config.is_exact(layer)]
-    factors = Scout.factors(config, sparse)
+    factors = factors_of(Scout, config, sparse)
     attention = Attention(options.page_size, options.budget, config.exact_layers, factors)
     AttentionInterface.register("selecting", attention)
     model = AutoModelForCausalLM.from_pretrained(fetch(MODEL), dtype=torch.float32, attn_implementation="selecting")
