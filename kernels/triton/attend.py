@@ -129,7 +129,8 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 
 def _tile_of(kv: Tensor) -> int:
     """Return the tokens of K and V that a program of `paged_partial` attends at once: at least 16, for tensor cores."""
-    return max(16, min(_TILE, _TILE_BYTES // (triton.next_power_of_2(kv.shape[4]) * kv.element_size())))
+    row_bytes = int(triton.next_power_of_2(kv.shape[4])) * kv.element_size()
+    return max(16, min(_TILE, _TILE_BYTES // row_bytes))
 
 
 def paged_partial(

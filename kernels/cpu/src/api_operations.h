@@ -81,9 +81,9 @@ int hb_extend_digests(const hb_extend_digests_args* args);
 
 typedef struct hb_reuse {
   const int32_t* epochs;  // [rows], or null: no row reuses a selection
-  int32_t* list_epochs;   // [rows, lists]
-  int32_t* pages;         // [rows, lists, most]
-  int32_t* listed;        // [rows, lists]
+  int32_t* list_epochs;  // [rows, lists]
+  int32_t* pages;  // [rows, lists, most]
+  int32_t* listed;  // [rows, lists]
 } hb_reuse;
 
 typedef struct hb_page_scores_args {
