@@ -131,6 +131,7 @@ struct Operations {
                             number % 3,
                             lists > 1,
                             isa,
+                            {},
                             team,
                             0.5,
                             0.125});
@@ -162,6 +163,7 @@ struct Operations {
                              1,
                              2,
                              kBudget,
+                             {},
                              team});
       const int32_t *found = &selected[kRows * lists * kBudget], *missing = &selected[2 * kRows * lists * kBudget];
       const int32_t *absent = &selected[3 * kRows * lists * kBudget], *count = &listed[kRows * lists];
@@ -209,8 +211,8 @@ struct Operations {
     std::vector<uint16_t> out(q.size());
     std::vector<float> sinks(kHeads * kGroup, 0.5f);
     call(hb_attend_prompt,
-         {paged(host), (const char*)q.data(), table.data(), sinks.data(), (char*)out.data(), kRows, lens[0], kColumns,
-          kGroup, window, kHeads * kGroup * kDim, kHeads * kGroup * kDim, isa, team, 0.125});
+         {paged(host), (const char*)q.data(), nullptr, nullptr, table.data(), sinks.data(), (char*)out.data(), kRows,
+          lens[0], kColumns, kGroup, window, kHeads * kGroup * kDim, 0, 0, kHeads * kGroup * kDim, isa, team, 0.125});
     for (const uint16_t x : out) numbers.push_back(to_float(x));
   }
 
