@@ -7,7 +7,8 @@ layer but the exact ones attends the pages that the oracle's operations choose w
 granularity/aggregate/bound by maxima and minima, or granularity/aggregate/codes; ``oracle`` chooses by the true
 attention weights; ``decoder/bytes`` and ``decoder/codes`` is the native decoder in place, as a CPU serves, with looks
 at all pages in some steps only. Ending in /factors: with the shipped budgets per layer (`budget_factors`), the same
-tokens in all.
+tokens in all. Ending in /every4: a selection is attended again until it is four tokens old or a page begins, as with
+`selection.interval` on separate tiers.
 Lookups are counted where dense attention is right. ``--prose``: 64 tokens of prose are forced after 5,008 instead, and
 nothing is asked. One line per way.
 """
@@ -15,6 +16,7 @@ nothing is asked. One line per way.
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,7 @@ from hybrid_backend.kernels.cpu import digests as native
 from hybrid_backend.kernels.digest_format import CODES, MINMAX
 from hybrid_backend.methods.scout import Scout
 from hybrid_backend.step.budgets import LayerBudgets
+from hybrid_backend.step.method import factors_of
 from hybrid_backend.tools.hub import fetch
 from hybrid_backend.tools.profile.measure import page_digests
 from tests.engines.server import MODEL
@@ -112,6 +115,8 @@ class Attention:
     way: str | None = None
     in_place: InPlace | None = None  # of the way, if it is a decoder's
     mass: dict[str, list[float]] = field(default_factory=dict)
+    selections: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """Tokens of the sequence at the last selection of each layer, and the selected pages."""
 
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
@@ -146,9 +151,15 @@ class Attention:
         pages = -(-tokens // self.page_size)
         weights = (torch.matmul(q.view(kv_heads, -1, dim), k.transpose(1, 2)) * scale).softmax(-1)
         table, whole = torch.arange(pages, dtype=torch.int32)[None], torch.tensor([pages], dtype=torch.int32)
-        by_scores = way.removesuffix("/factors")
+        every, plain = re.search(r"/every(\d+)$", way), re.sub(r"/every\d+$", "", way)
+        first, lists = self.selections.get(layer, (0, table))
+        if every and 0 <= tokens - first < int(every[1]) and -(-first // self.page_size) == pages:
+            covered = covered_tokens(lists, tokens, self.page_size)
+            self._saw(weights, covered)
+            return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]
+        by_scores = plain.removesuffix("/factors")
         budget = self.budget // self.page_size
-        budget = min(pages, budget if way == by_scores else round(self.factors[layer] * budget))
+        budget = min(pages, budget if plain == by_scores else round(self.factors[layer] * budget))
         if by_scores == "oracle":
             shares = F.pad(weights, (0, pages * self.page_size - tokens)).unflatten(-1, (pages, self.page_size)).sum(-1)
             scores = shares.sum((0, 1))[None, None]
@@ -166,6 +177,7 @@ class Attention:
             torch.zeros_like(whole), None, table, self.page_size, 1, 2, budget,
         )  # fmt: skip
         lists = picked.pages[0].long()
+        self.selections[layer] = tokens, lists
         covered = covered_tokens(lists, tokens, self.page_size)
         self._saw(weights, covered)
         return covered.expand(kv_heads, -1).repeat_interleave(len(q) // kv_heads, 0)[None, :, None]
@@ -192,7 +204,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(find_config(MODEL))
     sparse = [layer for layer in range(len(config.budget_factors)) if not config.is_exact(layer)]
-    factors = Scout.factors(config, sparse)
+    factors = factors_of(Scout, config, sparse)
     attention = Attention(options.page_size, options.budget, config.exact_layers, factors)
     AttentionInterface.register("selecting", attention)
     model = AutoModelForCausalLM.from_pretrained(fetch(MODEL), dtype=torch.float32, attn_implementation="selecting")
@@ -214,6 +226,7 @@ def main() -> None:
                 if cache.get_seq_length() > len(prompt):
                     cache.crop(len(prompt) - cache.get_seq_length())
                 attention.way, attention.in_place = way, None
+                attention.selections.clear()
                 if way is not None and way.startswith("decoder/"):
                     own = factors if way.endswith("/factors") else {}
                     keys = {"digest": "codes" if way.split("/")[1] == "codes" else "minmax_int8"}

@@ -10,6 +10,7 @@ kernels that read much how many bytes it then has under way. Prints a table.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -37,6 +38,7 @@ from hybrid_backend.kernels.operations import (
     Copies,
     Counters,
     Maps,
+    Reuse,
     RowStates,
     Sample,
     Selection,
@@ -212,7 +214,9 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.build_digests(host, rounded, line, line)
     kernels.append_tokens(new, new, host, line, line, host, line, table, rounded)
     kernels.append_tokens(new, new, host, line, long, digests=rounded)
-    kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
+    again = Reuse(line, *[table[:, :1]] * 3, torch.zeros(rows, 1, max(COLUMNS)))
+    for reuse in (None, again):
+        kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page, reuse=reuse)
     kernels.append_tokens(new, new, host, line, long)
     kernels.append_tokens(new, new, host, line, line, heads=long)
     kernels.store_tokens(new, new, host, line, long)
@@ -228,15 +232,18 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     for width in columns:
         for per_head in (False, True):
             for aggregate in AGGREGATES:
-                for store in (digests, rounded):
+                lists = kv_heads if per_head else 1
+                again = Reuse(line, *[table[:, :lists]] * 3, torch.zeros(rows, lists, width))
+                for store, reuse in itertools.product((digests, rounded), (None, again)):
                     scores = kernels.page_scores(
-                        q, store, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5
+                        q, store, table[:, :width], line, line, aggregate, per_head, 0.5, dim**-0.5, reuse=reuse
                     )
             frame_of = torch.zeros(rows, width, dtype=torch.int32)
-            for resident, counted in ((frame_of, None), (frame_of, counters), (None, counters)):
+            frames = (frame_of, None, None), (frame_of, counters, None), (None, counters, None)
+            for resident, counted, reuse in (*frames, (frame_of, counters, again), (frame_of, None, again)):
                 mailbox = None if counted is None else (ids, tokens)
                 chosen = kernels.select_pages(
-                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted, mailbox
+                    scores, line, line, line, line, resident, table[:, :width], page, 1, 2, k, counted, mailbox, reuse
                 )
         kernels.union_pages(chosen.absent, chosen.missing_listed, scores)
     maps = Maps(table[None], table, torch.zeros(1, max(COLUMNS)))

@@ -15,7 +15,8 @@ from hybrid_backend.kernels.head_oracle import plain_lists
 from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.kv_format import KvFormat
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample, Selection
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Reuse, Sample, Selection
+from hybrid_backend.kernels.reuse_oracle import chosen_again, scores_again, store_selection
 
 _INF = float("inf")
 
@@ -92,6 +93,7 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
     per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:  # fmt: skip
     queries, _, dim = q.shape
     rows, kv_heads = len(table), digests.shape[1]
@@ -114,13 +116,14 @@ def page_scores(
         scores = scores.new_zeros(rows, *scores.shape[1:]).scatter_reduce(0, index, scores, combine, include_self=False)
     if not per_head:
         scores = scores.sum(1, keepdim=True)
-    return scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
+    scores = scores.masked_fill(~scored[:, None], 0.0).masked_fill(~listed[:, None], -_INF)
+    return scores if reuse is None else scores_again(reuse, scores, num_pages)
 
 
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, max_pages: int,
-    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None, reuse: Reuse | None = None,
 ) -> Selection:  # fmt: skip
     columns = scores.shape[2]
     count, column = num_pages[:, None, None], torch.arange(columns)
@@ -132,6 +135,8 @@ def select_pages(
     order = order.gather(-1, rank.argsort(dim=-1, descending=True, stable=True))
     budget = torch.minimum(budgets, num_pages).clamp(max=max_pages)[:, None, None]
     chosen = order.argsort(-1) < budget  # the inverse of a permutation is each page's rank
+    if reuse is not None:
+        chosen = chosen_again(reuse, chosen, num_pages)
 
     owners = requests.where(num_pages > 0, 0).long()  # a padding row may have any index
     frames = (table if frame_of is None else frame_of[owners, :columns])[:, None]
@@ -145,8 +150,11 @@ def select_pages(
     if mailbox is not None:
         missing_pages = mailbox[0][: len(scores)].copy_(missing_pages)
         mailbox[1][: len(scores)] = missing
+    pages, pages_listed = _front(column, chosen, max_pages), _count(chosen)
+    if reuse is not None:
+        pages, pages_listed = store_selection(reuse, pages, pages_listed)
     return Selection(
-        _front(column, chosen, max_pages), _count(chosen), _front(frames, is_resident, max_pages), resident, tokens,
+        pages, pages_listed, _front(frames, is_resident, max_pages), resident, tokens,
         missing_pages, _front(column, is_missing, max_pages), missing,
     )  # fmt: skip
 

@@ -90,16 +90,22 @@ class SelectionConfig(Section):
     method quest with digests in bytes. Source: measured (SmolLM2-135M: 8 costs at most 0.2 points of mass,
     docs/lab/cpu-kernels.md)."""
     interval: Annotated[int | Literal["auto"], auto_or(integer(1))] = "auto"
-    """Tokens of a request between two selections of a layer among all pages. Between them the layer selects among newer
-    pages and the best pages of the last time, at most four times the budget. With codes it does so at each second
-    token, among twice the budget, the best pages of the token before. auto: 8 for method quest, else 1, the only value
-    that other methods accept. Source: measured (SmolLM2-135M: docs/lab/measurements.md; LServe, arXiv 2502.14866,
-    attends a selection again for 4 steps)."""
+    """Tokens of a request between two selections of a layer among all pages. Between them method quest selects among
+    newer pages and the best pages of the last time, at most four times the budget. With codes it does so at each second
+    token, among twice the budget, the best pages of the token before. Methods scout and infinigen attend the selected
+    pages again, at most until the next page begins. auto: 8 for method quest, else 1, the only value that other methods
+    accept. Source: measured (SmolLM2-135M: docs/lab/measurements.md; LServe, arXiv 2502.14866, attends a selection
+    again for 4 steps)."""
 
     @property
     def steps_between_looks(self) -> int:
         """`interval` as method quest takes it."""
         return 8 if self.interval == "auto" else self.interval
+
+    @property
+    def steps_per_selection(self) -> int:
+        """`interval` as methods take it that attend a selection again."""
+        return 1 if self.interval == "auto" else self.interval
 
 
 class LookaheadConfig(Section):

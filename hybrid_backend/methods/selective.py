@@ -25,10 +25,10 @@ class Selective(Method):
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
-        if config.selection.interval not in ("auto", 1):
+        if config.selection.steps_per_selection > config.page_size:
             raise ConfigError(
-                f"selection.interval: {config.selection.interval} is of method quest, which attends pages in place; "
-                "write auto"
+                f"selection.interval: {config.selection.interval} is more than page_size {config.page_size}, and "
+                f"{config.method} selects again when a page begins; write auto, or {config.page_size} or less"
             )
 
     @classmethod
@@ -40,6 +40,7 @@ class Selective(Method):
             staging_tokens=staging_tokens(config),
             whole_layers=whole_layers(config, model, device),
             recalls=cls.recalls(config),
+            selection_steps=config.selection.steps_per_selection,
         )
         return replace(layout, layer_frames=cls.layer_frames(config, layout.selecting_layers(config, model)))
 

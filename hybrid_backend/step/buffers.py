@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels.operations import Copies, Maps
+from hybrid_backend.kernels.operations import Copies, Maps, Reuse
 from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape
@@ -35,6 +35,8 @@ class LayerBuffers(NamedTuple):
     """Recalls of the layer that are under way."""
     counters: Tensor
     """``[COUNTERS]`` int64 totals of the layer on the device tier (`kernels.operations.Counters`)."""
+    reuse: Reuse | None
+    """Selections of the layer that later steps attend again; None if each step selects, or attends every page."""
 
 
 class StepBuffers:
@@ -57,7 +59,7 @@ class StepBuffers:
         self.full_layers = tiers.layout.full_layers(model)
         self.state = StepState.make(
             requests, shape.columns, shape.max_frames, shape.recalls, len(layers), tiers.device,
-            len(layers) if factors else 0,
+            len(layers) if factors else 0, shape.reused,
         )  # fmt: skip
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self.layers = {layer: self._layer(tiers, layer, index) for index, layer in enumerate(layers)}
@@ -71,9 +73,11 @@ class StepBuffers:
         maps, frames = self.maps.of(index), tiers.frames.layers.get(layer)
         count = tiers.layout.frames(tiers.frames.requests, layer)
         maps = Maps(maps.frame_of, maps.page_of[:count], maps.importance[:count])
+        is_reused = self.shape.selection_steps > 1 and tiers.has_digests(layer)
         return LayerBuffers(
             index, tiers.host.views[layer], frames, None if frames is None else maps.frame_of,
             tiers.digest_layer(layer), maps, self.state.copies.of(index), self.state.counters[index],
+            self.state.reuse.of(index) if is_reused else None,
         )  # fmt: skip
 
     def inputs_of(self, rows: int) -> StepInputs:

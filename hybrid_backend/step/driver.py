@@ -200,6 +200,10 @@ class StepDriver:
             error, failed_rows = next(iter(errors.values()), None), list(errors)
         if error is None:
             return None
+        # The queries after a missing partial are wrong, and so are the selections that they made.
+        for index in map(self._tiers.frames.index, rows.request_ids):
+            if index is not None:
+                self._inputs.select_again(index)
         written = self._inputs.written_pages[number % STEPS].tolist()
         return StepFailure(error, [rows.request_ids[r] for r in failed_rows], [written[r] for r in failed_rows])
 

@@ -9,6 +9,7 @@ from hybrid_backend.batch import DecodeRows, sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.step.buffers import StepBuffers
+from hybrid_backend.step.epochs import SelectionEpochs
 from hybrid_backend.tiers import Tiers
 
 
@@ -22,6 +23,8 @@ class InputWriter:
         """Number of decode steps that each running request has run, by request index (`FramePool.index`)."""
         self.pages_of_index = [0] * requests
         """Number of pages of each running request, by request index (`FramePool.index`)."""
+        steps = buffers.shape.selection_steps
+        self._epochs = SelectionEpochs(steps, requests) if steps > 1 else None
         self.written_pages = torch.zeros(STEPS, requests, dtype=torch.int32, pin_memory=tiers.device.type == "cuda")
         """``[STEPS, requests]`` int32 on the host: host page that each row of the last ``STEPS`` steps wrote to."""
 
@@ -37,11 +40,15 @@ class InputWriter:
         """
         inputs, count = self._buffers.inputs, rows.count
         requests = torch.tensor(indices)
+        epochs = torch.zeros_like(requests)
+        if self._epochs is not None:
+            epochs = self._epochs.of_rows(number, requests, rows.seq_lens, rows.num_pages, budgets)
         columns = {
             "num_pages": rows.num_pages, "seq_lens": rows.seq_lens, "positions": rows.seq_lens - 1,
             "requests": requests, "budgets": budgets, "ages": torch.tensor([self._ages[index] for index in indices]),
             # The generations on the host belong to this step, while the device may still run earlier steps.
             "generations": self._tiers.frames.generation[requests],
+            "epochs": epochs,
         }  # fmt: skip
         host_inputs = torch.zeros(inputs.small.shape, dtype=torch.int32)
         by_row, by_layer, number_input = inputs.split_small(host_inputs, self._buffers.shape.rows, len(inputs.sampled))
@@ -76,3 +83,9 @@ class InputWriter:
     def release(self, index: int) -> None:
         """Forget the request with this index."""
         self._ages[index] = self.pages_of_index[index] = 0
+        self.select_again(index)
+
+    def select_again(self, index: int) -> None:
+        """Let a request select its pages in its next step, whatever it attended before."""
+        if self._epochs is not None:
+            self._epochs.end(index)

@@ -119,7 +119,7 @@ class Toolbox:
     def select(self, layer: int, q: Tensor) -> Selection:
         """Select the pages of ``layer`` with a query ``q`` ``[rows, heads, head_dim]``, and split them by residency.
 
-        A layer without digests selects all pages.
+        A layer without digests selects all pages. A row attends an earlier selection again in the same epoch (`Reuse`).
         """
         inputs, buffers, selection = self.inputs(q.shape[0]), self.buffers.layers[layer], self._config.selection
         if buffers.digests is None:
@@ -128,6 +128,7 @@ class Toolbox:
             scores = self._ops.page_scores(
                 q, buffers.digests, inputs.table, inputs.num_pages, self.buffers.budgets_of(layer, inputs),
                 selection.aggregate, self.shape.lists > 1, selection.bound, self._model.scale, self._config.page_size,
+                reuse=buffers.reuse,
             )  # fmt: skip
         mailbox = self._cpu.mailbox(layer) if self._uses_workers else None
         self._selections[layer] = self._split(layer, scores, buffers.counters, mailbox), scores
@@ -138,11 +139,12 @@ class Toolbox:
     ) -> Selection:
         """Select the pages with the highest ``scores`` and split them into resident and missing pages."""
         inputs, has_digests, config = self.inputs(scores.shape[0]), self._tiers.has_digests(layer), self._config
+        buffers = self.buffers.layers[layer]
         budgets = self.buffers.budgets_of(layer, inputs) if has_digests else inputs.num_pages
         return self._ops.select_pages(
-            scores, inputs.num_pages, inputs.seq_lens, budgets, inputs.requests, self.buffers.layers[layer].frame_of,
+            scores, inputs.num_pages, inputs.seq_lens, budgets, inputs.requests, buffers.frame_of,
             inputs.table, config.page_size, config.sinks, config.recent, self.shape.list_shape(has_digests)[1],
-            counters, mailbox,
+            counters, mailbox, buffers.reuse,
         )  # fmt: skip
 
     # --- the CPU workers ---

@@ -38,6 +38,7 @@ class TierLayout:
             not separate, the number limits the requests of the device, and no frames are allocated.
         swap_in: largest share of the shared frames that is in use after a request has returned to the device.
         recalls: pages are copied into frames while a request decodes.
+        selection_steps: decode steps of a request that attend one selection of a layer.
     """
 
     separate: bool
@@ -51,6 +52,7 @@ class TierLayout:
     device_pages: int = 0
     swap_in: float = 1.0
     recalls: bool = False
+    selection_steps: int = 1
 
     def shared_pages(self, max_requests: int) -> int:
         """Return the shared frames of one layer; meaningful if ``shares_frames`` is true."""
@@ -149,6 +151,7 @@ class StepShape:
     has_promise: bool  # budgets follow the sampled attention mass (`config.quality`), up to all pages of a row
     lists: int  # selections of a row in a layer with digests: 1, or one per KV head
     recalls: int  # most pages that a row recalls in one layer and step
+    selection_steps: int  # decode steps of a request that attend one selection of a layer
 
     @property
     def max_list_pages(self) -> int:
@@ -189,16 +192,25 @@ class StepShape:
             lists=lists,
             has_promise=has_promise,
             recalls=max_frames if layout.recalls else 0,  # A request may set a budget of so many pages.
+            selection_steps=layout.selection_steps,
         )
 
     def list_shape(self, has_digests: bool) -> tuple[int, int]:
         """Return ``(lists, most pages of a list)`` of a row in a layer. A layer without digests attends every page."""
         return (self.lists, self.max_list_pages) if has_digests else (1, self.columns)
 
+    @property
+    def reused(self) -> tuple[int, int]:
+        """Lists of a row that later steps attend again, and the most pages of a list; zeros if each step selects."""
+        return self.list_shape(True) if self.selection_steps > 1 else (0, 0)
+
     def state_bytes(self, layers: int) -> int:
         """Return the bytes that `StepState.make` allocates for so many layers."""
         meta, budgets = torch.device("meta"), 0 if self.has_equal_budgets else layers
-        return StepState.make(self.rows, self.columns, self.max_frames, self.recalls, layers, meta, budgets).nbytes
+        state = StepState.make(
+            self.rows, self.columns, self.max_frames, self.recalls, layers, meta, budgets, self.reused
+        )
+        return state.nbytes
 
     def mailbox_bytes(self, config: HybridConfig, model: ModelSpec, layout: TierLayout) -> int:
         """Return the bytes of pinned host memory through which a GPU sends requests to the CPU workers, all layers."""

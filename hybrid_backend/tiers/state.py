@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Sample
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Reuse, Sample
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,13 @@ class StepInputs:
     generations: Tensor  # [rows] int32 generation of the request index at the start of the step
     budgets: Tensor  # [rows] int32 pages that a layer with digests may attend
     ages: Tensor  # [rows] int32 decode steps that the request has run before this one
+    epochs: Tensor  # [rows] int32 number that changes when the row has to select its pages again (`SelectionEpochs`)
     number: Tensor  # [1] int32 number of the step, increased by 1 per step
     layer_budgets: Tensor  # [layers, rows] int32 budgets of each layer in pages; [0, rows] if all layers use `budgets`
     sampled: Tensor  # [layers] int32: 1 + the row that the layer samples in this step; 0: the layer is not sampled
     small: Tensor  # all inputs except `table` and `pages` in one tensor, so that one copy writes them
 
-    PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages")
+    PER_ROW = ("num_pages", "seq_lens", "positions", "requests", "generations", "budgets", "ages", "epochs")
 
     @classmethod
     def zeros(cls, rows: int, columns: int, layers: int, budgets: int, device: torch.device) -> StepInputs:
@@ -78,23 +79,27 @@ class StepState:
     empty: Tensor  # [layers, frames] fp32 importance of the frames of a request index that no request has
     counters: Tensor  # [layers, len(Counters._fields)] int64
     arrived: Tensor  # [layers] int32 zeros: scratch of `take_sample`
+    reuse: Reuse  # selections that rows attend again, of all layers; [0, ...] if each step selects
 
     @classmethod
     def make(
-        cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device, budgets: int = 0
-    ) -> StepState:
+        cls, rows: int, columns: int, frames: int, recalls: int, layers: int, device: torch.device, budgets: int = 0,
+        reused: tuple[int, int] = (0, 0),
+    ) -> StepState:  # fmt: skip
         """Allocate the buffers. Device ``meta`` allocates nothing and gives the size.
 
         ``rows``, ``columns``, ``frames`` (as `max_frames`) and ``recalls`` are those of `StepShape`; ``budgets`` is the
-        number of layers in `StepInputs.layer_budgets`.
+        number of layers in `StepInputs.layer_budgets`; ``reused`` is `StepShape.reused`.
         """
         planned, mapped = (layers, rows, recalls), columns if frames else 0
+        (lists, most), inputs = reused, StepInputs.zeros(rows, columns, layers, budgets, device)
+        listed = (layers if lists else 0, rows, lists)
 
         def ints(shape: tuple[int, ...], value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         return cls(
-            inputs=StepInputs.zeros(rows, columns, layers, budgets, device),
+            inputs=inputs,
             maps=Maps(
                 ints((layers, rows, mapped), -1),
                 ints((layers, rows * frames), -1),
@@ -109,13 +114,29 @@ class StepState:
             empty=torch.full((layers, frames), float("-inf"), device=device),
             counters=ints((layers, len(Counters._fields)), dtype=torch.int64),
             arrived=ints((layers,)),
+            reuse=Reuse(
+                inputs.epochs, ints(listed), ints((*listed, most)), ints(listed),
+                torch.zeros(*listed, columns, device=device),
+            ),
         )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
-        return self.inputs.nbytes + sum(
-            x.nbytes
-            for x in (*self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters, self.arrived)
+        return (
+            self.inputs.nbytes
+            + self.reuse.nbytes
+            + sum(
+                x.nbytes
+                for x in (
+                    *self.maps,
+                    *self.copies,
+                    self.equal_scores,
+                    self.keep,
+                    self.empty,
+                    self.counters,
+                    self.arrived,
+                )
+            )
         )
 
 

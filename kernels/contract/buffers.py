@@ -119,6 +119,34 @@ class Selection(NamedTuple):
     """Length of `missing` and of `absent`."""
 
 
+class Reuse(NamedTuple):
+    """The last selection of each row in a layer, which the row attends again while its epoch stays the same.
+
+    A row reuses its selection if it has pages and its epoch is the one in `list_epochs`. All tensors but `epochs` are
+    of all layers, or of one layer without the first dimension. They may have more rows than a step.
+    """
+
+    epochs: Tensor
+    """``[rows]`` int32 step input: a number that changes when the row has to select again."""
+    list_epochs: Tensor
+    """``[layers, rows, lists]`` int32: epoch in which each list was selected; 0: never."""
+    pages: Tensor
+    """``[layers, rows, lists, k]`` int32: `Selection.pages` of that epoch."""
+    pages_listed: Tensor
+    """``[layers, rows, lists]`` int32: `Selection.pages_listed` of that epoch."""
+    scores: Tensor
+    """``[layers, rows, lists, columns]`` fp32: scores of that epoch."""
+
+    def of(self, layer: int) -> Reuse:
+        """Return the selections of one layer."""
+        return Reuse(self.epochs, *(tensor[layer] for tensor in self[1:]))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors but the step input in bytes."""
+        return sum(tensor.nbytes for tensor in self[1:])
+
+
 class StreamPlan(NamedTuple):
     """Pages of KV heads that pass through staging buffers in one step, and the tokens that are attended elsewhere.
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybrid_backend.kernels.contract.buffers import Selection
+from hybrid_backend.kernels.contract.buffers import Reuse, Selection
 
 
 class SelectionOperations(Protocol):
@@ -15,6 +15,7 @@ class SelectionOperations(Protocol):
     def page_scores(
         self, q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
         per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
+        reuse: Reuse | None = None,
     ) -> Tensor:  # fmt: skip
         """Estimate each page's contribution to the attention as a logit, combined over query heads.
 
@@ -39,15 +40,18 @@ class SelectionOperations(Protocol):
             scale: factor of the logits in the attention's softmax.
             page_size: tokens of a page; needed for codes.
             query_start: ``[rows + 1]`` int32 first query of each row; None: each row has one.
+            reuse: selections of the layer that rows may reuse; given without ``query_start``. The result then is the
+                first rows of `Reuse.scores`, in which a row that reuses its selection keeps its scores.
 
         Returns:
             Scores ``[rows, 1 | kv_heads, columns]`` fp32: -inf beyond a row's pages, 0 in a row that is not scored.
+            With ``reuse`` the scores of padding rows are undefined.
         """
 
     def select_pages(
         self, scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
         frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, max_pages: int,
-        counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
+        counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None, reuse: Reuse | None = None,
     ) -> Selection:  # fmt: skip
         """Select the best pages of each list, and split them by residency.
 
@@ -70,6 +74,9 @@ class SelectionOperations(Protocol):
             counters: counters of the layer (`Counters`), to which the selected pages and tokens are added.
             mailbox: ``([>= rows, lists, max_pages], [>= rows, lists])`` int32, pinned: the place where the CPU workers
                 read `Selection.missing` and `Selection.missing_listed`. The result's ``missing`` then lies there only.
+            reuse: selections of the layer that rows may reuse. A row that does so gets its pages of `Reuse.pages`,
+                split by the residency of this call. The other rows store their pages and their epoch there.
+                `Selection.pages` and `Selection.pages_listed` of the result are the first rows of ``reuse``.
         """
 
     def match_labels(

@@ -19,7 +19,7 @@ from hybrid_backend.kernels.cpu.decode import openmp_entry
 from hybrid_backend.kernels.cpu.interface import PACKERS
 from hybrid_backend.kernels.digest_format import digest_format_of
 from hybrid_backend.kernels.kv_format import head_dim_of
-from hybrid_backend.kernels.operations import Copies, Counters, Maps
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Reuse
 
 _COUNTERS = len(Counters._fields)
 
@@ -122,6 +122,22 @@ def list_strides(ids: Tensor, rows: int) -> tuple[int, int]:
 def counters_address(counters: Tensor | None) -> int:
     """Return the address of a layer's counters; 0 without counters."""
     return address(counters, int64, _COUNTERS) if counters is not None else 0
+
+
+def reuse_arguments(reuse: Reuse | None, rows: int, lists: int, most: int = 0) -> tuple[int, int, int, int]:
+    """Return the members of ``hb_reuse``: epochs, epochs of the lists, pages, listed pages; zeros without ``reuse``.
+
+    ``most`` is the number of pages that a list holds; 0: the pages are not read.
+    """
+    if reuse is None:
+        return 0, 0, 0, 0
+    pages = address(reuse.pages[:rows], int32, rows * lists * most) if most else 0
+    return (
+        address(reuse.epochs[:rows], int32, rows),
+        address(reuse.list_epochs[:rows], int32, rows * lists),
+        pages,
+        address(reuse.pages_listed[:rows], int32, rows * lists),
+    )
 
 
 def group_size(heads: int, kv_heads: int) -> int:

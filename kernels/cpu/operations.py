@@ -23,6 +23,7 @@ from hybrid_backend.kernels.cpu.arguments import (
     list_strides,
     maps_arguments,
     paged_arguments,
+    reuse_arguments,
     rows_address,
     team_arguments,
     tokens_address,
@@ -31,7 +32,16 @@ from hybrid_backend.kernels.digest_format import digest_format_of
 from hybrid_backend.kernels.head_oracle import plain_lists
 from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
-from hybrid_backend.kernels.operations import AGGREGATES, SIMILARITIES, Copies, Maps, Sample, Selection, check_one_query
+from hybrid_backend.kernels.operations import (
+    AGGREGATES,
+    SIMILARITIES,
+    Copies,
+    Maps,
+    Reuse,
+    Sample,
+    Selection,
+    check_one_query,
+)
 
 
 def append_tokens(
@@ -98,15 +108,18 @@ def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) ->
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
     per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:  # fmt: skip
     if query_start is not None:
         check_one_query(query_start, len(table))
-    return page_scores_with(None, q, digests, table, num_pages, budgets, aggregate, per_head, bound, scale, page_size)
+    return page_scores_with(
+        None, q, digests, table, num_pages, budgets, aggregate, per_head, bound, scale, page_size, reuse
+    )
 
 
 def page_scores_with(
     isa: str | None, q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
-    per_head: bool, bound: float, scale: float, page_size: int = 0,
+    per_head: bool, bound: float, scale: float, page_size: int = 0, reuse: Reuse | None = None,
 ) -> Tensor:  # fmt: skip
     """Score pages like `page_scores`, with the kernels of instruction set ``isa``; None: the chosen kernels."""
     rows, heads, dim = q.shape
@@ -114,12 +127,14 @@ def page_scores_with(
     columns = table.shape[1]
     kind = q.dtype
     digests_at, number = digests_address(digests, kind, pages, kv_heads, dim)
-    out = empty(rows, kv_heads if per_head else 1, columns, dtype=float32)
+    lists = kv_heads if per_head else 1
+    out = empty(rows, lists, columns, dtype=float32) if reuse is None else reuse.scores[:rows]
     call(
         "hb_page_scores", address(q, kind), digests_at, rows_address(table, rows),
-        address(num_pages, int32, rows), address(budgets, int32, rows), out.data_ptr(),
+        address(num_pages, int32, rows), address(budgets, int32, rows), address(out, float32, rows * lists * columns),
         rows, columns, table.stride(0), pages, lib.dtype_number(kind), kv_heads, group_size(heads, kv_heads), dim,
-        page_size, number, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa), *team_arguments(), bound, scale,
+        page_size, number, AGGREGATES.index(aggregate), per_head, lib.isa_index(isa),
+        *reuse_arguments(reuse, rows, lists), *team_arguments(), bound, scale,
     )  # fmt: skip
     return out
 
@@ -127,7 +142,7 @@ def page_scores_with(
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, max_pages: int,
-    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None, reuse: Reuse | None = None,
 ) -> Selection:  # fmt: skip
     rows, lists, columns = scores.shape
     selected, listed = empty(4, rows, lists, max_pages, dtype=int32), empty(4, rows, lists, dtype=int32)
@@ -138,10 +153,12 @@ def select_pages(
         address(frame_of, int32) if frame_of is not None else 0,
         rows_address(table, rows, columns), counters_address(counters), selected.data_ptr(), listed.data_ptr(),
         rows, lists, columns, table.stride(0), request_count, frame_columns, page_size, sinks, recent, max_pages,
-        *team_arguments(),
+        *reuse_arguments(reuse, rows, lists, max_pages), *team_arguments(),
     )  # fmt: skip
     pages, frames, missing, absent = selected.unbind()
     pages_listed, frames_listed, tokens, missing_listed = listed.unbind()
+    if reuse is not None:
+        pages, pages_listed = reuse.pages[:rows], reuse.pages_listed[:rows]
     if mailbox is not None:
         missing = mailbox[0][:rows].copy_(missing)
         mailbox[1][:rows].copy_(missing_listed)

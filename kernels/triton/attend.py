@@ -10,23 +10,31 @@ from torch import Tensor
 from hybrid_backend.kernels.operations import check_one_query
 from hybrid_backend.kernels.triton.common import dot, group_block, kernel, precision_of
 
-_TILE = 64  # tokens of K and V that a program holds at once
+_TILE = 64  # tokens that a program attends at once, at most
+_TILE_BYTES = 16384  # bytes of a tile of K; two tiles of K and of V fit the shared memory of every GPU since sm_80
 _MAX_PARTS = 32
 _BUSY = 0.85  # busy share of the processors' time above which lists are not cut further
 
 
 @triton.jit
-def _tile_of_keys(kv, ids, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+def _pages_of_tile(ids, first, count, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Return the page of each of the tokens ``first .. first + TILE``."""
+    token = first + tl.arange(0, TILE)
+    page = token // PAGE
+    if ids is not None:
+        page = tl.load(ids + page, mask=token < count, other=0)
+    return page
+
+
+@triton.jit
+def _tile_of_keys(page, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens.
 
-    ``head`` is one of the ``KV_HEADS`` heads of ``kv``.
+    ``page`` comes from `_pages_of_tile`, and ``head`` is one of the ``KV_HEADS`` heads of a page.
     """
     token = first + tl.arange(0, TILE)
-    listed = token < count
-    page = (token // PAGE).to(tl.int64)
-    if ids is not None:
-        page = tl.load(ids + token // PAGE, mask=listed, other=0).to(tl.int64)
+    listed, page = token < count, page.to(tl.int64)
     row = ((page * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIM
     channel = tl.arange(0, BLOCK_D)
     return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :]
@@ -58,8 +66,11 @@ def _partial_kernel(q, kv, ids, tokens, begins, out, lse, scale, row_stride, lis
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    page = _pages_of_tile(ids, first, end, PAGE, TILE)
     for start in range(first, end, TILE):
-        offsets, listed, mask = _tile_of_keys(kv, ids, start, end, store_head, PAGE, DIM, STORE_HEADS, TILE, BLOCK_D)
+        offsets, listed, mask = _tile_of_keys(page, start, end, store_head, PAGE, DIM, STORE_HEADS, TILE, BLOCK_D)
+        # The next tile's pages are loaded a tile early, so that its K and V can be requested during this tile's math.
+        page = _pages_of_tile(ids, start + TILE, end, PAGE, TILE)
         keys = tl.load(kv + offsets, mask=mask, other=0.0)
         logits = dot(query, tl.trans(keys), PRECISION) * (scale * 1.4426950408889634)
         logits = tl.where(listed[None, :], logits, float("-inf"))
@@ -92,7 +103,8 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
         heads = row * KV_HEADS * GROUP + head * GROUP + g
         live = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
-        offsets, listed, mask = _tile_of_keys(kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
+        page = _pages_of_tile(ids, first, count, PAGE, TILE)
+        offsets, listed, mask = _tile_of_keys(page, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
         keys = tl.load(kv + offsets, mask=mask, other=0.0)
         logits = dot(query, tl.trans(keys), PRECISION) * scale
         shares = tl.exp(logits - tl.load(lse + heads, mask=g < GROUP, other=0.0)[:, None])
@@ -115,6 +127,12 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
     return most
 
 
+def _tile_of(kv: Tensor) -> int:
+    """Return the tokens of K and V that a program of `paged_partial` attends at once: at least 16, for tensor cores."""
+    row_bytes = int(triton.next_power_of_2(kv.shape[4])) * kv.element_size()
+    return max(16, min(_TILE, _TILE_BYTES // row_bytes))
+
+
 def paged_partial(
     q: Tensor, kv: Tensor, ids: Tensor | None, tokens: Tensor, scale: float, num_parts: int = 1,
     query_start: Tensor | None = None, begins: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
@@ -132,7 +150,7 @@ def paged_partial(
         row_stride, list_stride = (0, 0) if ids is None else (ids.stride(0), ids.stride(1) * (ids.shape[1] > 1))
         _partial_kernel[(rows, kv_heads, num_parts)](
             q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, lse.stride(1),
-            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _TILE,
+            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _tile_of(kv),
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     return out, lse

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels import codes
-from hybrid_backend.kernels.triton.common import group_block, inverse, kernel, rounded
+from hybrid_backend.kernels.triton.common import group_block, inverse, kernel, reuses, rounded
 
 
 @kernel("keys", "digests", "rotation", "page_stride", "head_stride", "token_stride")
@@ -100,8 +100,8 @@ def _levels(planes, t, d, PAGE: tl.constexpr, PLANES: tl.constexpr, FINE: tl.con
 
 
 @kernel("q", "turned", "digests")
-def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, distortion, columns,
-                    stride, tiles,
+def _estimate_kernel(q, turned, digests, table, num_pages, budgets, epochs, list_epochs, logits, tops, sums, scale,
+                    distortion, lists, columns, stride, tiles,
                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
                     PLANES: tl.constexpr, FINE: tl.constexpr, CODED: tl.constexpr, INNER: tl.constexpr,
                     OUTER: tl.constexpr, COARSE: tl.constexpr, HEADER: tl.constexpr, TILE: tl.constexpr,
@@ -116,7 +116,8 @@ def _estimate_kernel(q, turned, digests, table, num_pages, budgets, logits, tops
     heads = KV_HEADS * GROUP
     g, t, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     query_head = row * heads + head * GROUP + g
-    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
+    is_scored = (tile * TILE < pages) & (tl.load(budgets + row) < pages)
+    if is_scored & (reuses(epochs, list_epochs, row, lists, pages) == 0):
         inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + query_head[:, None] * DIM + d[None, :], mask=inside, other=0.0).to(tl.float32)
         c = tl.arange(0, CHUNK)
@@ -184,17 +185,21 @@ def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None =
 
 
 def estimate(
-    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, logits: Tensor, tops: Tensor,
-    sums: Tensor, scale: float, page_size: int, tile: int,
+    q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor,
+    epochs: tuple[Tensor | None, Tensor | None], lists: int, logits: Tensor, tops: Tensor, sums: Tensor, scale: float,
+    page_size: int, tile: int,
 ) -> None:  # fmt: skip
-    """Fill ``logits``, ``tops`` and ``sums`` like `scores._score_kernel`, by codes."""
+    """Fill ``logits``, ``tops`` and ``sums`` like `scores._score_kernel`, by codes.
+
+    ``epochs`` comes from `reuse_pointers`, and ``lists`` is the number of lists of a row.
+    """
     rows, heads, dim = q.shape
     kv_heads, tiles = digests.shape[1], tops.shape[2]
     layout = codes.Layout(page_size, dim)
     turned = torch.matmul(q.float(), codes.rotation(dim, q.device))
     _estimate_kernel[(rows, kv_heads, tiles)](
-        q, turned, digests, table, num_pages, budgets, logits, tops, sums, scale, layout.distortion, table.shape[1],
-        table.stride(0), tiles,
+        q, turned, digests, table, num_pages, budgets, *epochs, logits, tops, sums, scale, layout.distortion, lists,
+        table.shape[1], table.stride(0), tiles,
         kv_heads, heads // kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.INNER, codes.OUTER,
         codes.COARSE, codes.HEADER, tile, group_block(heads // kv_heads), triton.next_power_of_2(page_size),
         triton.next_power_of_2(dim), triton.next_power_of_2(dim) if dim <= 128 else 64,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.digest_format import MINMAX_INT8, digest_format_of
+from hybrid_backend.kernels.operations import Reuse
 
 COPY_PROGRAMS = 12
 """Programs of a copy at most, since they take processors from the step while they wait for the bus.
@@ -77,6 +78,21 @@ def group_block(group: int) -> int:
 def byte_tail(digests: Tensor | None, dim: int) -> int:
     """Return the bytes after the channels in a row of byte digests; 0 for digests in another format."""
     return byte_digests.TAIL if digests is not None and digest_format_of(digests, dim) is MINMAX_INT8 else 0
+
+
+@triton.jit
+def reuses(epochs, list_epochs, row, lists, pages):
+    """Tell whether a row of ``pages`` pages reuses its selection (`operations.Reuse`); ``epochs`` None: no row does."""
+    result = False
+    if epochs is not None:
+        # All lists of a row have the same epoch.
+        result = (pages > 0) & (tl.load(epochs + row) == tl.load(list_epochs + row * lists))
+    return result
+
+
+def reuse_pointers(reuse: Reuse | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the epochs of the rows and of their lists for `reuses`."""
+    return (None, None) if reuse is None else (reuse.epochs, reuse.list_epochs)
 
 
 @triton.jit

@@ -190,7 +190,7 @@ def plan_recall(
     _plan_kernel[(rows,)](
         *maps, scores, table, *selected, *absent, num_pages, budgets, requests, generations, ages, keep, *copies,
         counters, sinks, max(recent, 1), interval, phase, k, n, most, columns, frame_columns, maps.size, count,
-        table.stride(0), lists, n > block, block,
+        table.stride(0), lists, n > block, block, num_warps=8 if block >= 256 else 4,
     )  # fmt: skip
 
 

@@ -8,9 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.digest_format import CODES, digest_format_of
-from hybrid_backend.kernels.operations import AGGREGATES, check_one_query
+from hybrid_backend.kernels.operations import AGGREGATES, Reuse, check_one_query
 from hybrid_backend.kernels.triton import codes
-from hybrid_backend.kernels.triton.common import byte_tail, dot, group_block, kernel, precision_of
+from hybrid_backend.kernels.triton.common import (
+    byte_tail,
+    dot,
+    group_block,
+    kernel,
+    precision_of,
+    reuse_pointers,
+    reuses,
+)
 
 _TILE = 64  # pages that a program scores
 _HEADS = 16  # query heads that a program combines at once
@@ -18,7 +26,8 @@ _HELD = 4096  # numbers of their softmax that it holds at once
 
 
 @kernel("q", "digests")
-def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, stride, tiles,
+def _score_kernel(q, digests, table, num_pages, budgets, epochs, list_epochs, logits, tops, sums, bound, scale, lists,
+                  columns, stride, tiles,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
@@ -27,7 +36,8 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
     heads = KV_HEADS * GROUP
     g, d, column = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tile * TILE + tl.arange(0, TILE)
     query_head = row * heads + head * GROUP + g
-    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
+    is_scored = (tile * TILE < pages) & (tl.load(budgets + row) < pages)
+    if is_scored & (reuses(epochs, list_epochs, row, lists, pages) == 0):
         listed = column < pages
         page = tl.load(table + row * stride + column, mask=listed, other=0).to(tl.int64)
         item = page * KV_HEADS + head
@@ -60,7 +70,7 @@ def _score_kernel(q, digests, table, num_pages, budgets, logits, tops, sums, bou
 
 
 @kernel()
-def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
+def _combine_kernel(logits, tops, sums, num_pages, budgets, epochs, list_epochs, scores, scale, columns, tiles,
                     LISTS: tl.constexpr, HEADS: tl.constexpr, HOW: tl.constexpr, CHUNK: tl.constexpr,
                     TILE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     row, listing, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -69,7 +79,8 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
     listed = column < pages
     total = tl.zeros([TILE], tl.float32)
     list_heads: tl.constexpr = HEADS // LISTS
-    if (tile * TILE < pages) & (tl.load(budgets + row) < pages):
+    is_reused = reuses(epochs, list_epochs, row, LISTS, pages)
+    if (tile * TILE < pages) & (tl.load(budgets + row) < pages) & (is_reused == 0):
         # The heads of a chunk are read at once, because a program waits longer for memory than it computes.
         for first in range(0, list_heads, CHUNK):
             is_head = (h < CHUNK) & (first + h < list_heads)
@@ -92,12 +103,13 @@ def _combine_kernel(logits, tops, sums, num_pages, budgets, scores, scale, colum
             else:
                 total += tl.sum(estimates, 0)
     tl.store(scores + (row * LISTS + listing) * columns + column, tl.where(listed, total, float("-inf")),
-             mask=column < columns)  # fmt: skip
+             mask=(column < columns) & (is_reused == 0))  # fmt: skip
 
 
 def page_scores(
     q: Tensor, digests: Tensor, table: Tensor, num_pages: Tensor, budgets: Tensor, aggregate: str,
     per_head: bool, bound: float, scale: float, page_size: int = 0, query_start: Tensor | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:  # fmt: skip
     if query_start is not None:
         check_one_query(query_start, len(table))
@@ -106,17 +118,20 @@ def page_scores(
     columns = table.shape[1]
     tiles = triton.cdiv(columns, _TILE)
     lists = kv_heads if per_head else 1
-    scores = q.new_empty(rows, lists, columns, dtype=torch.float32)
+    scores = q.new_empty(rows, lists, columns, dtype=torch.float32) if reuse is None else reuse.scores[:rows]
     if not scores.numel():
         return scores
     logits = q.new_empty(rows, heads, columns, dtype=torch.float32)
     tops, sums = q.new_empty(2, rows, heads, tiles, dtype=torch.float32)
-    group = heads // kv_heads
+    group, epochs = heads // kv_heads, reuse_pointers(reuse)
     if digest_format_of(digests, dim) is CODES:
-        codes.estimate(q, digests, table, num_pages, budgets, logits, tops, sums, scale, page_size, _TILE)
+        codes.estimate(
+            q, digests, table, num_pages, budgets, epochs, lists, logits, tops, sums, scale, page_size, _TILE
+        )
     else:
         _score_kernel[(rows, kv_heads, tiles)](
-            q, digests, table, num_pages, budgets, logits, tops, sums, bound, scale, columns, table.stride(0), tiles,
+            q, digests, table, num_pages, budgets, *epochs, logits, tops, sums, bound, scale, lists, columns,
+            table.stride(0), tiles,
             kv_heads, group, dim, byte_tail(digests, dim), _TILE, group_block(group),
             triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
@@ -124,7 +139,7 @@ def page_scores(
     chunk = max(1, min(_HEADS, triton.next_power_of_2(heads // lists), _HELD // block_t))
     chunk = group if aggregate == "max" else chunk
     _combine_kernel[(rows, lists, tiles)](
-        logits, tops, sums, num_pages, budgets, scores, scale, columns, tiles,
+        logits, tops, sums, num_pages, budgets, *epochs, scores, scale, columns, tiles,
         lists, heads, kind, chunk, _TILE, triton.next_power_of_2(chunk), block_t,
     )  # fmt: skip
     return scores

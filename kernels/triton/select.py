@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import Selection
-from hybrid_backend.kernels.triton.common import kernel
+from hybrid_backend.kernels.operations import Reuse, Selection
+from hybrid_backend.kernels.triton.common import kernel, reuse_pointers, reuses
 from hybrid_backend.kernels.triton.counters import MISSING_PAGES, MISSING_TOKENS, RESIDENT_PAGES, RESIDENT_TOKENS
 
 _MAX_TILE = 2048  # columns that a program holds at once
@@ -69,8 +69,8 @@ def _threshold(scores, pages, selectable, sinks, recent, TILE: tl.constexpr, ONE
 
 @kernel()
 def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, table, chosen, count, frames, frame_count,
-                   tokens, missing, absent, missing_count, mailbox_count, counters, sinks, recent, columns, k,
-                   table_stride, frame_columns,
+                   tokens, missing, absent, missing_count, mailbox_count, epochs, list_epochs, counters, sinks,
+                   recent, columns, k, table_stride, frame_columns,
                    LISTS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr):  # fmt: skip
     row, listing = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = row * LISTS + listing
@@ -79,7 +79,12 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     budget = tl.minimum(tl.minimum(tl.load(budgets + row), pages), k)
     request = tl.load(requests + row).to(tl.int64)
     forced = tl.minimum(sinks, pages) + tl.minimum(recent, tl.maximum(pages - sinks, 0))
-    low, better = _threshold(scores, pages, budget - forced, sinks, recent, TILE, ONE_TILE)
+    to_score, to_read = pages, pages  # columns with scores; columns, or entries of a list that is reused
+    if epochs is not None:
+        # A list reads its own epoch, because another list of the row may have stored its epoch already.
+        is_reused = reuses(epochs, list_epochs + listing, row, LISTS, pages)
+        to_score, to_read = tl.where(is_reused, 0, pages), tl.where(is_reused, tl.load(count + line), pages)
+    low, better = _threshold(scores, to_score, tl.minimum(budget - forced, to_score), sinks, recent, TILE, ONE_TILE)
     # The first ones of the equal keys are selected; of forced pages alone, as many as the budget has.
     is_forced_only = budget <= forced
     ties = tl.where(is_forced_only, budget, budget - forced - better)
@@ -88,14 +93,19 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     resident = tl.zeros([], tl.int32)
     lacking = tl.zeros([], tl.int32)
     equals = tl.zeros([], tl.int32)
-    for first in range(0, pages, TILE):
-        column, key, is_free = _keys_of(scores, first, pages, sinks, recent, TILE)
-        is_forced = (column < pages) & (is_free == 0)
+    for first in range(0, to_read, TILE):
+        column, key, is_free = _keys_of(scores, first, to_score, sinks, recent, TILE)
+        is_forced = (column < to_score) & (is_free == 0)
         equal = tl.where(is_forced_only, is_forced, is_free & (key == low)).to(tl.int32)
         rank = equals + tl.cumsum(equal, 0)
         is_better = (is_forced | (is_free & (key > low))) & (is_forced_only == 0)
         pick = is_better | ((equal > 0) & (rank <= ties))
         equals += tl.sum(equal, 0)
+        if epochs is not None:
+            entry = first + tl.arange(0, TILE)
+            again = is_reused & (entry < to_read)
+            column = tl.where(is_reused, tl.load(chosen + line * k + entry, mask=again, other=0), column)
+            pick = tl.where(is_reused, again, pick)
         page = tl.load(table + row * table_stride + column, mask=pick, other=-1)
         frame = page  # without a map the device reads the host pool
         if frame_of is not None:
@@ -114,6 +124,8 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
     tl.store(count + line, taken)
     tl.store(frame_count + line, resident)
     tl.store(missing_count + line, lacking)
+    if epochs is not None:
+        tl.store(list_epochs + line, tl.load(epochs + row))
     if mailbox_count is not None:
         tl.store(mailbox_count + line, lacking)
     tail = pages * PAGE - tl.load(seq_lens + row)  # tokens that the growing page has no content for
@@ -129,19 +141,21 @@ def _select_kernel(scores, num_pages, seq_lens, budgets, requests, frame_of, tab
 def select_pages(
     scores: Tensor, num_pages: Tensor, seq_lens: Tensor, budgets: Tensor, requests: Tensor,
     frame_of: Tensor | None, table: Tensor, page_size: int, sinks: int, recent: int, max_pages: int,
-    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None,
+    counters: Tensor | None = None, mailbox: tuple[Tensor, Tensor] | None = None, reuse: Reuse | None = None,
 ) -> Selection:  # fmt: skip
     rows, lists, columns = scores.shape
     number, listed = num_pages.new_empty(4, rows, lists), num_pages.new_empty(4, rows, lists, max_pages)
     missing, mailbox_count = (listed[2], None) if mailbox is None else (mailbox[0][:rows], mailbox[1])
     tile = min(_MAX_TILE, triton.next_power_of_2(max(columns, 16)))
-    out = Selection(listed[0], number[0], listed[1], number[1], number[2], missing, listed[3], number[3])
+    pages = (listed[0], number[0]) if reuse is None else (reuse.pages[:rows], reuse.pages_listed[:rows])
+    out = Selection(*pages, listed[1], number[1], number[2], missing, listed[3], number[3])
     if rows:
         _select_kernel[(rows, lists)](
             scores, num_pages, seq_lens, budgets, requests, frame_of, table, out.pages, out.pages_listed, out.frames,
-            out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, mailbox_count, counters, sinks,
-            max(recent, 1), columns, max_pages, table.stride(0), 0 if frame_of is None else frame_of.shape[1],
-            lists, page_size, tile, columns <= _MAX_TILE, num_warps=_WARPS if tile == _MAX_TILE else 4,
+            out.frames_listed, out.tokens, out.missing, out.absent, out.missing_listed, mailbox_count,
+            *reuse_pointers(reuse), counters, sinks, max(recent, 1), columns, max_pages, table.stride(0),
+            0 if frame_of is None else frame_of.shape[1], lists, page_size, tile, columns <= _MAX_TILE,
+            num_warps=_WARPS if tile == _MAX_TILE else 4,
         )  # fmt: skip
     return out
 

@@ -35,15 +35,21 @@ class Life(RuleBasedStateMachine):
         kernel=st.sampled_from(["native", "torch"]),
         digest=st.sampled_from(["auto", "minmax", "codes"]),
         factors=st.sampled_from([(), (1.25, 1, 1, 0.75)]),
+        interval=st.sampled_from(["auto", 3, 8]),
         seed=st.integers(0, 2**16),
     )
     def start(
-        self, sparse: str, granularity: str, query: str, kernel: str, digest: str, factors: tuple[float, ...], seed: int
-    ) -> None:
+        self, sparse: str, granularity: str, query: str, kernel: str, digest: str, factors: tuple[float, ...],
+        interval: int | str, seed: int,
+    ) -> None:  # fmt: skip
         cfg = config(
             method=self.method,
             sparse=sparse,
-            selection={"granularity": "layer" if self.method == "infinigen" else granularity, "digest": digest},
+            selection={
+                "granularity": "layer" if self.method == "infinigen" else granularity,
+                "digest": digest,
+                "interval": "auto" if self.method == "clo" else interval,
+            },
             lookahead={"enabled": False} if query == "none" else {"enabled": True, "partial_query": query},
             workers={"kernel": "native" if self.method == "quest" else kernel, "threads": 2, "deadline_seconds": 20},
             recall={"intervals": 2},

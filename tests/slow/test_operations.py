@@ -12,6 +12,6 @@ __all__ = ["one_thread"]  # a fixture
 
 @over_implementations(0.2, names=NAMES[2:], **SEQUENCES)
 def test_sequences_of_steps_leave_the_oracles_maps_and_frames(
-    operations: Operations, seed: int, per_head: bool, interval: int
+    operations: Operations, seed: int, per_head: bool, interval: int, lasts: int
 ) -> None:
-    check_sequence(operations, seed, per_head, interval)
+    check_sequence(operations, seed, per_head, interval, lasts)

@@ -22,15 +22,17 @@ of_the_simulation = pytest.mark.skipif(ON_GPU, reason="a GPU's streams go on as 
 
 
 def check_steps(
-    device: torch.device, method: str, steps: int, order: Order | None = None, digest: str = "minmax"
-) -> None:
+    device: torch.device, method: str, steps: int, order: Order | None = None, digest: str = "minmax",
+    interval: int = 1,
+) -> None:  # fmt: skip
     """Requests that come, grow out of their frames and go, decoded beside the same on a CPU: by native kernels, or by
     the oracle's where pages have codes, whose sums the native kernels round."""
     kernels = "torch" if digest == "codes" else "native"
     keys = {
         "method": method, "frames_per_request": FRAMES - 1, "exact_layers": [0], "whole_layers": [0],
         "budget_factors": [1, 0.75, 1.25],
-        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1}, "selection": {"digest": digest},
+        "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
+        "selection": {"digest": digest, "interval": interval},
     }  # fmt: skip
     shape = spec(LAYERS)
     far = Engine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
@@ -59,6 +61,13 @@ def check_steps(
 def test_two_hundred_steps_are_right_in_whatever_order_the_streams_go_on(device: torch.device, method: str) -> None:
     """A hundred of each method."""
     check_steps(device, method, STEPS)
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_selections_that_last_are_split_right_in_whatever_order_the_streams_go_on(
+    device: torch.device, method: str
+) -> None:
+    check_steps(device, method, STEPS // 2, interval=3)
 
 
 def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:

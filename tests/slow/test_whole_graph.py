@@ -32,6 +32,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "scout": {**FRAMES, "metrics": {"sample_interval": 1}},
     "scout of bytes": {**FRAMES, "selection": {"digest": "minmax_int8"}},
     "scout of codes": {**FRAMES, "selection": {"digest": "codes"}},
+    "scout, a selection for four steps": {**FRAMES, "selection": {"interval": 4}},
     "scout, a selection per head": {**FRAMES, "selection": {"granularity": "kv_head"}},
     "infinigen": {**FRAMES, "method": "infinigen", "frames_per_request": 5},
     "hgca": {"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 2 * PAGE, "beta": 0.5}},
@@ -75,7 +76,7 @@ def test_a_graph_of_what_attends_everything_answers_as_the_model(device: torch.d
             assert tokens[prompt:] == MODEL.follow(tokens)[prompt - 1 : -1]
 
 
-@pytest.mark.parametrize("name", SPARSE if ON_GPU else ["scout", "clo"])
+@pytest.mark.parametrize("name", SPARSE if ON_GPU else ["scout", "scout, a selection for four steps", "clo"])
 def test_a_graph_of_what_is_sparse_answers_and_samples_as_the_same_kernels_launched_one_by_one(
     device: torch.device, name: str
 ) -> None:

@@ -114,6 +114,8 @@ class Clo(Selective):
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         super().check(config, device, num_layers, num_kv_heads)
+        if config.selection.steps_per_selection > 1:
+            raise ConfigError(f"selection.interval: heads of {config.method} select by the rule of clo.eta; write auto")
         if frames_per_request(config) < config.budget_pages:
             raise ConfigError(
                 f"frames_per_request: {config.frames_per_request} is less than the budget of {config.budget_pages} "

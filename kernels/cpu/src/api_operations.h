@@ -79,12 +79,20 @@ typedef struct hb_extend_digests_args {
 } hb_extend_digests_args;
 int hb_extend_digests(const hb_extend_digests_args* args);
 
+typedef struct hb_reuse {
+  const int32_t* epochs;  // [rows], or null: no row reuses a selection
+  int32_t* list_epochs;  // [rows, lists]
+  int32_t* pages;  // [rows, lists, most]
+  int32_t* listed;  // [rows, lists]
+} hb_reuse;
+
 typedef struct hb_page_scores_args {
   const char *q, *digests;
   const int32_t *table, *num_pages, *budgets;
   float* out;
   int64_t rows, columns, table_stride, pages, type, kv_heads, group, head_dim, page_size, digest_format, aggregate,
       per_head, isa;
+  hb_reuse reuse;
   hb_team team;
   double bound, scale;
 } hb_page_scores_args;
@@ -99,6 +107,7 @@ typedef struct hb_select_pages_args {
   int32_t* selected;  // [4 (pages, frames, missing, absent), rows, lists, most]
   int32_t* listed;  // [4 (pages_listed, frames_listed, tokens, missing_listed), rows, lists]
   int64_t rows, lists, columns, table_stride, request_count, frame_columns, page_size, sinks, recent, most;
+  hb_reuse reuse;
   hb_team team;
 } hb_select_pages_args;
 int hb_select_pages(const hb_select_pages_args* args);

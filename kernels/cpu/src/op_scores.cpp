@@ -10,6 +10,7 @@
 #include "digest_formats.h"
 #include "guard.h"
 #include "memory.h"
+#include "reuse.h"
 #include "team.h"
 
 using hb::check_id;
@@ -53,6 +54,7 @@ HB_API int hb_page_scores(const hb_page_scores_args* args) {
     float* apart = are_apart ? grown(heads_apart, a.rows * heads * a.columns) : nullptr;
     int64_t bytes = 0;
     for (int64_t r = 0; r < a.rows; r++) {
+      if (hb::reuses(a.reuse, r, lists, a.num_pages[r])) continue;
       const int64_t pages = std::max(a.num_pages[r], 0);
       require(pages <= a.columns, "a row has more pages than columns");
       const bool is_scored = a.budgets[r] < pages;

@@ -8,6 +8,7 @@
 #include "digest.h"
 #include "guard.h"
 #include "memory.h"
+#include "reuse.h"
 #include "team.h"
 
 using hb::check_id;
@@ -36,7 +37,14 @@ HB_API int hb_select_pages(const hb_select_pages_args* args) {
         require(pages <= a.columns, "a row has more pages than columns");
         const int budget = (int)std::min<int64_t>({std::max(a.budgets[row], 0), pages, a.most});
         const int last = std::min(recent, budget), first = std::min(sinks, budget - last);
-        taken = hb::select_best(a.scores + list * a.columns, pages, budget, first, last, selected);
+        if (hb::reuses(a.reuse, row, a.lists, pages)) {
+          taken = a.reuse.listed[list];
+          require(taken >= 0 && taken <= a.most, "more pages are listed than a list holds");
+          std::copy_n(a.reuse.pages + list * a.most, taken, selected);
+          for (int i = 0; i < taken; i++) check_id(selected[i], pages, "logical page");
+        } else {
+          taken = hb::select_best(a.scores + list * a.columns, pages, budget, first, last, selected);
+        }
         const int32_t* host_pages = a.table + row * a.table_stride;
         const int32_t* frame_of =
             a.frame_of ? a.frame_of + check_id(a.requests[row], a.request_count, "request") * a.frame_columns
@@ -61,6 +69,12 @@ HB_API int hb_select_pages(const hb_select_pages_args* args) {
       a.listed[3 * count + list] = lacking;
     };
     hb::share(a.team, count * a.columns * sizeof(float), count, select);
+    // All lists of a row have read its epoch.
+    for (int64_t list = 0; a.reuse.epochs && list < count; list++) {
+      std::copy_n(a.selected + list * a.most, a.listed[list], a.reuse.pages + list * a.most);
+      a.reuse.listed[list] = a.listed[list];
+      a.reuse.list_epochs[list] = a.reuse.epochs[list / a.lists];
+    }
     if (!a.counters) return;
     for (int64_t list = 0; list < count; list++) {
       a.counters[HB_RESIDENT_PAGES] += a.listed[count + list];

@@ -131,6 +131,7 @@ struct Operations {
                             number % 3,
                             lists > 1,
                             isa,
+                            {},
                             team,
                             0.5,
                             0.125});
@@ -162,6 +163,7 @@ struct Operations {
                              1,
                              2,
                              kBudget,
+                             {},
                              team});
       const int32_t *found = &selected[kRows * lists * kBudget], *missing = &selected[2 * kRows * lists * kBudget];
       const int32_t *absent = &selected[3 * kRows * lists * kBudget], *count = &listed[kRows * lists];
@@ -284,6 +286,7 @@ void test_operations(int rounds) {
                                  0,
                                  0,
                                  HB_CHOSEN,
+                                 {},
                                  four,
                                  0.5,
                                  0.125};

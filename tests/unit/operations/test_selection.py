@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from hybrid_backend.kernels import byte_digests, codes
-from hybrid_backend.kernels.operations import AGGREGATES, Counters, Operations
+from hybrid_backend.kernels.operations import AGGREGATES, Counters, Operations, Reuse, Selection
 from tests.unit.implementations import module_of, over_implementations
 from tests.unit.operations.cases import (
     DTYPES,
@@ -225,6 +225,91 @@ def check_selection(
         for i, more in enumerate((len(resident), len(absent), tokens, len(absent) * page_size)):
             counts[i] += more if counted else 0
     assert counters.tolist() == [i + more for i, more in enumerate([*counts, 0, 0, 0, 0, 0, 0])]
+
+
+@over_implementations(
+    share=0.3,
+    seed=SEEDS,
+    kv_heads=st.integers(1, 3),
+    columns=st.sampled_from([3, 20, 70]),
+    digest=st.sampled_from(["minmax", "bytes", "codes"]),
+    aggregate=st.sampled_from(AGGREGATES),
+    per_head=st.booleans(),
+    has_frames=st.booleans(),
+)
+def test_a_row_attends_its_pages_again_until_its_epoch_changes(
+    operations: Operations, seed: int, kv_heads: int, columns: int, digest: str, aggregate: str, per_head: bool,
+    has_frames: bool,
+) -> None:  # fmt: skip
+    """Over three steps of other queries and another residency, against the same operations without `Reuse`."""
+    chance, rng, (page_size, dim) = random.Random(seed), torch.Generator().manual_seed(seed), (16, 32)
+    rows, lists, pool = 4, kv_heads if per_head else 1, columns + 3
+    table = torch.stack([torch.randperm(pool, generator=rng)[:columns] for _ in range(rows)]).int()
+    num_pages = ints([columns, 0, chance.randint(1, columns), columns])
+    seq_lens, requests = num_pages * page_size - (num_pages > 0).int(), ints(shuffled(rows, chance))
+    budgets = ints([3, 3, 3, columns])
+    digests = {
+        "minmax": torch.randn(pool, kv_heads, 2, dim, generator=rng).sort(2, descending=True).values,
+        "bytes": byte_digests.encode(torch.randn(pool, kv_heads, 2, dim, generator=rng)),
+        "codes": codes.encode(torch.randn(pool, kv_heads, page_size, dim, generator=rng)),
+    }[digest]
+
+    def scored(q: torch.Tensor, reuse: Reuse | None) -> torch.Tensor:
+        return operations.page_scores(
+            q, digests, table, num_pages, budgets, aggregate, per_head, 0.5, dim**-0.5, page_size, reuse=reuse
+        )
+
+    def selected(scores: torch.Tensor, frame_of: torch.Tensor, reuse: Reuse | None, count: torch.Tensor) -> Selection:
+        return operations.select_pages(
+            scores, num_pages, seq_lens, budgets, requests, frame_of if has_frames else None, table, page_size, 1, 1,
+            columns, count, reuse=reuse,
+        )  # fmt: skip
+
+    reuse = Reuse(
+        ints([0] * rows), torch.zeros(rows + 2, lists).int(), torch.full((rows + 2, lists, columns), 10**6).int(),
+        torch.full((rows + 2, lists), 10**6).int(), torch.full((rows + 2, lists, columns), NAN),
+    )  # fmt: skip
+    expected_scores = torch.zeros(rows, lists, columns)
+    has_pages = num_pages > 0
+    for epochs in ([5, 0, 7, 9], [5, 0, 8, 9], [6, 0, 8, 9]):
+        changed = reuse.epochs != ints(epochs)
+        reuse.epochs.copy_(ints(epochs))
+        q = torch.randn(rows, 2 * kv_heads, dim, generator=rng)
+        frame_of = torch.tensor([shuffled(columns, chance) for _ in range(rows)], dtype=torch.int32)
+        frame_of[torch.rand(rows, columns, generator=rng) < 0.5] = -1
+        for row in range(rows):  # the growing page always has a frame
+            frame_of[int(requests[row]), max(int(num_pages[row]) - 1, 0)] = 7
+        expected_scores = torch.where(changed[:, None, None], scored(q, None), expected_scores)
+        counters, counts = (torch.zeros(len(Counters._fields), dtype=torch.int64) for _ in range(2))
+        expected = selected(expected_scores, frame_of, None, counters)
+        scores = scored(q, reuse)
+        assert scores.data_ptr() == reuse.scores.data_ptr()
+        assert torch.equal(scores[has_pages], expected_scores[has_pages])
+        # The pages of a row that reuses its selection come from the list and not from the scores.
+        misleading = torch.where(changed[:, None, None], scores, -scores)
+        found = selected(misleading, frame_of, reuse, counts)
+        check_equal_lists(found, expected)
+        assert found.pages.data_ptr() == reuse.pages.data_ptr() and torch.equal(counts, counters)
+        # A second selection in the same step follows the residency of its call.
+        check_equal_lists(
+            selected(misleading, frame_of.flip(0), reuse, counts),
+            selected(expected_scores, frame_of.flip(0), None, counts),
+        )
+    assert (reuse.list_epochs[rows:] == 0).all(), "a row that the step does not have"
+
+
+def check_equal_lists(found: Selection, expected: Selection) -> None:
+    assert torch.equal(found.pages_listed, expected.pages_listed)
+    assert torch.equal(found.frames_listed, expected.frames_listed)
+    assert torch.equal(found.missing_listed, expected.missing_listed)
+    assert torch.equal(found.tokens, expected.tokens)
+    rows, lists = found.pages_listed.shape
+    for row, listing in ((r, h) for r in range(rows) for h in range(lists)):
+        for name in ("pages", "frames", "missing", "absent"):
+            length = {"pages": "pages_listed", "frames": "frames_listed"}.get(name, "missing_listed")
+            assert entries(getattr(found, name), getattr(found, length), row, listing) == entries(
+                getattr(expected, name), getattr(expected, length), row, listing
+            )
 
 
 @over_implementations(

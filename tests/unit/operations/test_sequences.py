@@ -15,7 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Operations
+from hybrid_backend.kernels.operations import Copies, Counters, Maps, Operations, Reuse
+from hybrid_backend.step.epochs import SelectionEpochs
 from tests.unit.implementations import NAMES, implementation, module_of, over_implementations
 from tests.unit.operations.cases import (
     INF,
@@ -39,19 +40,24 @@ def test_every_implementation_has_the_operation_with_this_signature(operation: s
     assert str(found) == str(promised).replace("(self, ", "(")
 
 
-SEQUENCES: dict[str, Any] = {"seed": SEEDS, "per_head": st.booleans(), "interval": st.sampled_from([1, 3])}
+SEQUENCES: dict[str, Any] = {
+    "seed": SEEDS,
+    "per_head": st.booleans(),
+    "interval": st.sampled_from([1, 3]),
+    "lasts": st.sampled_from([1, 3]),
+}
 
 
 # Triton's, under the interpreter, take as long as everything else here: tests/slow/test_operations.py.
 @over_implementations(0.2, names=["oracle", "native"], **SEQUENCES)
 def test_sequences_of_steps_leave_the_oracles_maps_and_frames(
-    operations: Operations, seed: int, per_head: bool, interval: int
+    operations: Operations, seed: int, per_head: bool, interval: int, lasts: int
 ) -> None:
-    check_sequence(operations, seed, per_head, interval)
+    check_sequence(operations, seed, per_head, interval, lasts)
 
 
-def check_sequence(operations: Operations, seed: int, per_head: bool, interval: int) -> None:
-    steps = Steps(operations, seed, per_head, interval), Steps(implementation("oracle"), seed, per_head, interval)
+def check_sequence(operations: Operations, seed: int, per_head: bool, interval: int, lasts: int) -> None:
+    steps = [Steps(each, seed, per_head, interval, lasts) for each in (operations, implementation("oracle"))]
     for _ in range(8):
         found, expected = (each.step() for each in steps)
         assert found == expected
@@ -72,8 +78,11 @@ class Steps:
     LAYERS, REQUESTS, SIZE, COLUMNS, PAGE, KV_HEADS, GROUP, DIM = 2, 3, 5, 12, 16, 2, 2, 16
     SINKS, RECENT, BUDGET, POOL = 1, 1, 4, 40
 
-    def __init__(self, operations: Operations, seed: int, per_head: bool, interval: int) -> None:
+    def __init__(self, operations: Operations, seed: int, per_head: bool, interval: int, lasts: int) -> None:
+        """``lasts``: steps in which a request attends one selection."""
         self.operations, self.per_head, self.interval = operations, per_head, interval
+        self.epochs = SelectionEpochs(lasts, self.REQUESTS)
+        self.number = 0
         self.chance, self.rng = random.Random(seed), torch.Generator().manual_seed(seed)
         shape = (self.KV_HEADS, 2, self.PAGE, self.DIM)
         self.host = [torch.zeros(self.POOL, *shape) for _ in range(self.LAYERS)]
@@ -88,6 +97,13 @@ class Steps:
         self.copies = Copies(
             *torch.full((3, self.LAYERS, rows, 3), -1, dtype=torch.int32), torch.zeros(self.LAYERS, rows, 3),
             torch.zeros(self.LAYERS, rows, dtype=torch.int32), torch.zeros(self.LAYERS, rows, dtype=torch.int64),
+        )  # fmt: skip
+        lists = self.KV_HEADS if per_head else 1
+        listed = (self.LAYERS, rows, lists)
+        self.reuse = Reuse(
+            torch.zeros(rows, dtype=torch.int32), torch.zeros(listed, dtype=torch.int32),
+            torch.zeros((*listed, self.SIZE), dtype=torch.int32), torch.zeros(listed, dtype=torch.int32),
+            torch.zeros(*listed, self.COLUMNS),
         )  # fmt: skip
         self.generations = torch.zeros(self.REQUESTS, dtype=torch.int64)
         self.counters = torch.zeros(self.LAYERS, len(Counters._fields), dtype=torch.int64)
@@ -117,6 +133,7 @@ class Steps:
 
     def end(self, request: int) -> None:
         self.generations[request] += 1
+        self.epochs.end(request)
         self.free += self.running.pop(request)[0]
         mine = slice(request, None, self.REQUESTS)
         self.maps.frame_of[:, request], self.maps.page_of[:, mine] = -1, -1
@@ -152,11 +169,16 @@ class Steps:
         written = ints([pages[-1] for pages, _, _ in running] + [-1])
         budgets = torch.where(num_pages > self.SIZE, self.BUDGET, num_pages)
         generations = self.generations[requests.long()].int()
+        self.number += 1
+        of_rows = [x[:-1].long() for x in (requests, seq_lens, num_pages, budgets)]
+        self.reuse.epochs[: rows - 1] = self.epochs.of_rows(self.number, *of_rows)
+        self.reuse.epochs[rows - 1] = 0
         run.commit_pages(self.maps, self.copies, self.generations)
         run.open_pages(self.maps, requests, written, positions, self.PAGE, self.SINKS)
         selections = []
         for layer in range(self.LAYERS):
             maps, copies, counters = self.maps.of(layer), self.copies.of(layer), self.counters[layer]
+            reuse = self.reuse.of(layer)
             k, v = self.integers(2, rows, self.KV_HEADS, self.DIM)
             q = self.integers(rows, self.KV_HEADS * self.GROUP, self.DIM)
             run.append_tokens(
@@ -164,11 +186,20 @@ class Steps:
                 self.digests[layer],
             )  # fmt: skip
             scores = run.page_scores(
-                q, self.digests[layer], table, num_pages, budgets, "sum", self.per_head, 0.5, self.DIM**-0.5
+                q,
+                self.digests[layer],
+                table,
+                num_pages,
+                budgets,
+                "sum",
+                self.per_head,
+                0.5,
+                self.DIM**-0.5,
+                reuse=reuse,
             )
             chosen = run.select_pages(
                 scores, num_pages, seq_lens, budgets, requests, maps.frame_of, table, self.PAGE, self.SINKS,
-                self.RECENT, self.SIZE, counters,
+                self.RECENT, self.SIZE, counters, reuse=reuse,
             )  # fmt: skip
             for row, listing in ((r, h) for r in range(rows) for h in range(scores.shape[1])):
                 selections.append(entries(chosen.pages, chosen.pages_listed, row, listing))

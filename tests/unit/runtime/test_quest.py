@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.batch import DecodeRows
-from hybrid_backend.errors import ConfigError
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
 from tests.support.harness import PAGE, Engine, config, spec
@@ -51,8 +50,6 @@ def test_between_two_looks_at_all_pages_every_step_selects_among_those_that_the_
     engine.step({"long": 1}, tolerance=None)
     assert fused.host_bytes > 0
     engine.close()
-    with pytest.raises(ConfigError, match=r"selection.interval: 4 is of method quest"):
-        Engine(config(selection=selection), spec(layers=2))
 
 
 def test_spans_of_a_request_go_with_it() -> None:

@@ -235,6 +235,21 @@ def test_in_place_codes_read_the_middles_of_all_pages_and_the_codes_of_some() ->
     assert in_place_digests(digest="codes") == pytest.approx((look + 7 * between) / 8)
 
 
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+def test_a_selection_that_lasts_is_paid_once(method: str) -> None:
+    """Pages of 32 tokens end a selection, too: of 5 steps each, a page has 7. The launches stay."""
+    steps = {
+        interval: decode_step(A100, SHAPE, keys(exact_layers=[0], selection={"interval": interval}), method, 50_000, 4)
+        for interval in (1, 4, 5, 32)
+    }
+    assert CONFIG.page_size == 32
+    for interval, share in ((4, 8 / 32), (5, 7 / 32), (32, 1 / 32)):
+        assert steps[interval].part_seconds["digests"] == pytest.approx(share * steps[1].part_seconds["digests"])
+        assert steps[interval].part_seconds["launches"] == steps[1].part_seconds["launches"]
+    seconds = [step.seconds for step in steps.values()]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
 @pytest.mark.parametrize("method", ["scout", "infinigen", "clo"])
 def test_low_load_costs_nothing(method: str) -> None:
     """While the context fits the frames, the step is the stock one."""

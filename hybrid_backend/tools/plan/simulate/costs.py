@@ -108,6 +108,15 @@ class LayerSizes:
         return scored * self._digest_page_bytes
 
     @property
+    def selections_per_step(self) -> float:
+        """Selections of a layer per decode step on separate tiers; fewer than 1 if a selection lasts several steps.
+
+        A selection ends with its page at the latest.
+        """
+        page = self.config.page_size
+        return -(-page // min(page, self.config.selection.steps_per_selection)) / page
+
+    @property
     def query_bytes(self) -> float:
         """Bytes of the queries of a CPU job."""
         return float(self.rows * self.shape.heads * self.shape.head_dim * self.shape.dtype_bytes)
@@ -214,8 +223,11 @@ class Costs(LayerSizes):
 
     @property
     def selecting(self) -> float:
-        """Seconds of one page selection on a GPU beyond reading the digests."""
-        return 0.0 if self.hardware.device == "cpu" else SELECT_SECONDS
+        """Seconds of page selection on a GPU beyond reading the digests, in the mean of a layer's steps.
+
+        A step that attends a selection again has the same launches, which `launches` prices.
+        """
+        return 0.0 if self.hardware.device == "cpu" else SELECT_SECONDS * self.selections_per_step
 
     def launches(self, method: str, is_whole: bool = False) -> dict[str, float]:
         """Seconds of the graph nodes that a layer has beyond the engine's own, and of the gaps before them."""

@@ -128,9 +128,15 @@ class _Layer:
             return self.step_costs.launches(self.method, is_whole=True)
         return {
             "prediction": self.step_costs.prediction if self.is_ahead else 0.0,
-            "digests": 0.0 if self.is_exact else self.step_costs.scoring(self.step_costs.digest_bytes),
+            "digests": 0.0 if self.is_exact else self._scoring,
             **self.step_costs.launches(self.method),
         }
+
+    @property
+    def _scoring(self) -> float:
+        """Seconds to score the digests, in the mean of a layer's steps."""
+        step_costs = self.step_costs
+        return step_costs.scoring(step_costs.digest_bytes) * step_costs.selections_per_step
 
 
 def _stock(layer: _Layer) -> LayerWork:
