@@ -308,7 +308,7 @@ def with_missing_prefixes(batch: Batch, holds: Callable[[str], bool], needs_chun
         holds: tells whether a request has run a decode step already.
         needs_chunk: tells by a request and its tokens before the step whether it needs pages of the host alone.
     """
-    if max(end - start for start, end in pairwise(batch.query_start)) == 1:
+    if max((end - start for start, end in pairwise(batch.query_start)), default=1) == 1:
         return batch
     rows = zip(batch.request_ids, batch.seq_lens, batch.decode, strict=False)
     decode = [
