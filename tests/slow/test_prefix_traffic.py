@@ -137,6 +137,19 @@ def test_headinfer_streams_a_hit_for_every_chunk_and_no_kernel_of_the_step_copie
         assert made.step(a=1, b=1) == (0, decoded + HIT * LAYERS, 0)
 
 
+def test_headinfer_copies_sinks_and_window_before_the_first_decode_step(device: torch.device) -> None:
+    """Its prompts attend head by head through the staging buffers, and leave nothing in frames."""
+    heads = {"group_thresholds": [16 * PAGE], "window_heads": ["1:0"], "window_tokens": PAGE}
+    made = Traffic("headinfer", device, headinfer=heads)
+    with late():
+        made.engine.add("a", (HIT + 1) * PAGE + 4)
+        made.step(a=(HIT + 1) * PAGE + 4)
+        assert made.main == 0
+        with counted() as first:
+            made.engine.step({"a": 1}, tolerance=None)
+    assert page_reads(first, True) == 3 * LAYERS * made.tiers.page_bytes
+
+
 def test_the_next_layer_s_pages_are_on_their_way_while_a_layer_computes(device: torch.device) -> None:
     with traffic("apex", device) as made:
         events, copy_pages = list[tuple[str, int]](), made.tiers.prompt_fills
