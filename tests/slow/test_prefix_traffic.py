@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from tests.slow.test_traffic import FRAMES, ROWS, counted, page_reads
 from tests.support.far_device import late
 from tests.support.gpu import ON_GPU
 from tests.support.harness import PAGE, Engine, config, spec, watch
-from tests.support.scenario import check_nothing_is_left
+from tests.support.scenario import check_nothing_is_left, is_dense
 from tests.support.streams import STREAMS, Order
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="a GPU does not say what a kernel reads over the bus")
@@ -159,6 +160,44 @@ def test_the_next_layer_s_pages_are_on_their_way_while_a_layer_computes(device: 
         made.step(a=1, b=6)
     first = {event: events.index(event) for event in events}
     assert all(first["copy", layer + 1] < first["wait", layer] for layer in range(LAYERS - 1))
+
+
+def arrive(engine: Engine, name: str, chance: random.Random) -> bool:
+    """Add a request; return whether it begins behind the pages of another one."""
+    donors = [sequence for sequence in engine.sequences.values() if sequence.tokens >= sequence.prompt]
+    if not donors or chance.random() < 0.3:
+        engine.add(name, chance.randint(1, 8 * PAGE))
+        return False
+    donor = chance.choice(donors)
+    request = engine.add(name, donor.tokens // PAGE * PAGE + chance.choice([1, 1, 5, 20]), shared_with=donor.name)
+    if request.tokens == request.prompt - 1 and request.tokens and chance.random() < 0.3:
+        request.prompt = request.tokens  # Its last prompt token comes as a decode row.
+    return request.tokens > 0
+
+
+@pytest.mark.parametrize("method", ["apex", "clo", "scout"])
+def test_whoever_comes_and_goes_every_answer_is_exact_behind_a_hit(device: torch.device, method: str) -> None:
+    """Chunks of any length, aborts and preemptions, hits that fit and hits that do not, in random order of streams."""
+    chance, hits = random.Random(21), 0
+    made = Traffic(method, device, staging_tokens=2 * PAGE).engine
+    with late():
+        for step in range(45):
+            STREAMS.seed(step)
+            if made.sequences and (event := chance.random()) < 0.14:
+                change = made.drop if event < 0.08 else made.preempt
+                change(chance.choice(list(made.sequences)))
+            if len(made.sequences) < ROWS and chance.random() < 0.6:
+                hits += arrive(made, f"request {step}", chance)
+            work = {
+                name: min(chance.randint(1, 50), max(1, request.prompt - request.tokens))
+                for name, request in made.sequences.items()
+            }
+            if work:
+                made.step(work, 0.3, 1e-4 if is_dense(made, work) else None)
+        for name in list(made.sequences):
+            made.drop(name)
+    check_nothing_is_left(made)
+    assert hits > 5
 
 
 def test_a_copy_of_a_hit_that_nobody_waits_for_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
