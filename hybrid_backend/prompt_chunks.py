@@ -55,13 +55,18 @@ class PromptChunks:
         if step.fills_prefix and not self._model.parks:
             pages = step.write_pages
         k, v = (whole_tokens(x[: step.num_tokens]) for x in (k, v))
-        k, v = tiers.store_prompts(layer, k, v, pages, offsets)
         next_layer = self._next_streamed(layer)
-        if step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows)):
-            # The prefix of a chunk may be in pages that another row writes in this step.
+        # The prefix of a chunk may be in pages that another row writes in this step.
+        is_late = step.fills_prefix or (len(rows) > 1 and any(row.earlier_tokens for row in rows))
+        if is_late:
             next_layer = None
-            if isinstance(self._method, AttendsPrompts) or any(tiers.reads_host(layer, row) for row in rows):
-                tiers.write_back.join()
+        else:
+            self._fill_ahead(layer, next_layer)
+        k, v = tiers.store_prompts(layer, k, v, pages, offsets)
+        if is_late and (isinstance(self._method, AttendsPrompts) or any(tiers.reads_host(layer, row) for row in rows)):
+            tiers.write_back.join()
+        tiers.prompt_fills.copy(layer)
+        tiers.prompt_fills.wait(layer)
         partials = {} if self._in_place else self._partials(layer, rows, q, k, v)
         for row in rows:
             chunk = slice(row.start, row.end)
@@ -74,7 +79,16 @@ class PromptChunks:
                 out[chunk] = self._attend(layer, row, q[chunk], *partials[row.request_id], next_layer)
             if isinstance(self._method, SeesPrompts):
                 self._method.saw_prompt(layer, row, q[chunk])
-            self._executor.saw_prompt(layer, row, q[chunk])
+            if self._executor.residency is not None:
+                self._executor.residency.saw_prompt(layer, row, q[chunk])
+
+    def _fill_ahead(self, layer: int, next_layer: int | None) -> None:
+        """Begin to copy the pages of prefix-cache hits to the frames of a layer and of the next layer with frames."""
+        fills = self._tiers.prompt_fills
+        fills.copy(layer)
+        fills.copy(next_layer)
+        if fills.has_begun_page(layer):
+            fills.wait(layer)  # The copy would overwrite the chunk's tokens.
 
     def _partials(
         self, layer: int, rows: Sequence[PrefillRow], q: Tensor, k: Tensor, v: Tensor

@@ -12,7 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, with_late_prefixes
+from hybrid_backend.batch import (
+    Batch,
+    ModelSpec,
+    Step,
+    StepFailure,
+    make_step,
+    with_late_prefixes,
+    with_missing_prefixes,
+)
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -117,7 +125,10 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that is still open is abandoned first."""
         self._abandon_open()
-        batch = with_late_prefixes(batch, self.config.page_size, self.executor.holds, self.tiers.is_async)
+        executor, is_async = self.executor, self.tiers.is_async
+        batch = with_late_prefixes(batch, self.config.page_size, executor.holds, is_async)
+        if is_async and executor.residency is not None:
+            batch = with_missing_prefixes(batch, executor.holds, executor.residency.needs_chunk)
         step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step
@@ -131,8 +142,8 @@ class HybridRuntime:
                     self.executor.release(row.request_id)
             if step.decode is not None:
                 self.executor.begin(step)
-            if step.prefill:
-                self.executor.begin_prompts(step)
+            if step.prefill and self.executor.residency is not None:
+                self.executor.residency.begin_prompts(step)
         except WorkerError as error:
             self._fail(step, error)
         return step
@@ -312,6 +323,7 @@ class HybridRuntime:
         step, self._open = self._open, None
         if step is not None:
             self.tiers.write_back.join()
+            self.tiers.prompt_fills.join()
             self.executor.abandon()
             self.method.abandon(step)
 

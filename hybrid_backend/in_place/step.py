@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import kept_mass
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import byte_digests, cpu
 from hybrid_backend.kernels.digest_format import DigestFormat
@@ -86,6 +86,7 @@ class InPlaceStep:
     """All decoding rows of a step over host pages in place. Layers without digests are exact."""
 
     resident_pages = device_bytes = 0
+    residency = None  # Pages are attended where they lie.
 
     def __init__(self, method: Method, config: HybridConfig, model: ModelSpec, tiers: Tiers, stats: Stats) -> None:
         self._method, self._config, self._model, self._tiers, self._stats = method, config, model, tiers, stats
@@ -174,12 +175,6 @@ class InPlaceStep:
 
     def lookahead(self, layer: int, step: Step, q: Tensor) -> None:
         raise NotImplementedError("the true query selects")
-
-    def begin_prompts(self, step: Step) -> None:
-        """Do nothing, because prompts are attended where they lie."""
-
-    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Do nothing, because no page is copied."""
 
     def holds(self, request_id: str) -> bool:
         # A request that begins to decode reads digests of all its pages. One of a page that another row fills in this

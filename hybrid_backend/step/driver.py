@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import covered_tokens
-from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, StepFailure, whole_tokens
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step, StepFailure, whole_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
@@ -24,6 +24,7 @@ from hybrid_backend.step.counting import StepCounters
 from hybrid_backend.step.cpu_attention import CpuAttention, MailboxCpuAttention, PoolCpuAttention
 from hybrid_backend.step.inputs import InputWriter
 from hybrid_backend.step.method import (
+    AttendsPrompts,
     FixedFrames,
     HeadLoads,
     KnowsAttended,
@@ -68,17 +69,20 @@ class StepDriver:
         self._watch = watch(config, stats, sparse, shape.max_budget)
         self.waiting: WaitingRows | None = None
         """Rows that may wait for the CPU from one step to the next; None: the method never lets rows wait."""
-        self._residency: Residency | None = None
+        self.residency: Residency | None = None
         if isinstance(method, WaitingMethod):
-            self.waiting, self._residency = method.open_rows(self.buffers, workers)
+            self.waiting, self.residency = method.open_rows(self.buffers, workers)
         elif isinstance(method, FixedFrames):
-            self._residency = FixedResidency(tiers, self.buffers.maps, method.frame_of, method.held_pages)
+            keeps_prompts = not isinstance(method, AttendsPrompts)
+            self.residency = FixedResidency(
+                tiers, self.buffers.maps, method.frame_of, method.held_pages, config.page_size, keeps_prompts
+            )
         elif shape.frames:
             maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
             fillings = {layer: self._filling(layer) for layer in maps}
             is_guessing = self._looks_ahead and config.lookahead.partial_query == "predicted"
             guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
-            self._residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings, guessed)
+            self.residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings, guessed)
         if isinstance(method, TakesWorkers):
             method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"
@@ -131,17 +135,12 @@ class StepDriver:
         self._write_inputs(step.number + 1, rows, indices)
         if self._method.uses_workers:
             self.cpu_attention.begin(rows.count)
-        if self._residency is not None:
-            self._tiers.copied_pages += self._residency.open(rows, indices)
+        if self.residency is not None:
+            self._tiers.copied_pages += self.residency.open(rows, indices)
         if self._tiers.whole.stores:
             layers = self._tiers.whole.stores
             self._counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=layers)
         self._method.begin_decode(self.toolbox, rows)
-
-    def begin_prompts(self, step: Step) -> None:
-        """Give frames to the prefill chunks of a step (`Residency.begin_prompts`)."""
-        if self._residency is not None:
-            self._residency.begin_prompts(step)
 
     def _admit(self, rows: DecodeRows, r: int) -> int:
         """Return the index of the request of row ``r``, after admitting the request if it begins to decode."""
@@ -149,10 +148,10 @@ class StepDriver:
         index, pages = frames.index(request_id), int(rows.num_pages[r])
         if index is None:
             index = frames.allocate(request_id)
-            if self._residency is not None:
+            if self.residency is not None:
                 table = rows.page_table[r : r + 1, :pages].int()
-                self._tiers.copied_pages += self._residency.admit(request_id, index, table, int(rows.seq_lens[r]))
-                if self._residency.lacks(index):
+                self._tiers.copied_pages += self.residency.admit(request_id, index, table, int(rows.seq_lens[r]))
+                if self.residency.lacks(index):
                     self._inputs.defer_recall(index)
         self._inputs.pages_of_index[index] = pages
         return index
@@ -170,7 +169,7 @@ class StepDriver:
         sampled = self.samples.begin(number, rows, judged.nonzero().flatten().tolist(), indices)
         self._inputs.write(number, rows, indices, budgets, sampled)
         is_resident = not self._sparse_rows and int(rows.num_pages.max()) <= self.buffers.shape.frames
-        if self._residency is not None and any(map(self._residency.lacks, indices)):
+        if self.residency is not None and any(map(self.residency.lacks, indices)):
             is_resident = False
         self.toolbox.open(rows.seq_lens, is_resident)
 
@@ -226,13 +225,8 @@ class StepDriver:
             self._inputs.release(index)
             if self.waiting is not None:
                 self.waiting.release(index)
-        if self._residency is not None:
-            self._residency.release(request_id, index)
-
-    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Let admission see the queries ``q`` ``[chunk, heads, head_dim]`` of an attended prefill chunk."""
-        if self._residency is not None:
-            self._residency.saw_prompt(layer, row, q)
+        if self.residency is not None:
+            self.residency.release(request_id, index)
 
     # --- the step, layer by layer ---
 
@@ -343,7 +337,7 @@ class StepDriver:
 
         The host computes the number without the device: a request fills its frames as long as it has pages.
         """
-        if self._residency is not None and (shared := self._residency.shared_pages) is not None:
+        if self.residency is not None and (shared := self.residency.shared_pages) is not None:
             return shared * len(self._tiers.frames.layers)
         sizes = Counter(buffers.maps.size for buffers in self.buffers.layers.values())
         pages_of_requests = self._inputs.pages_of_index

@@ -6,17 +6,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hybrid_backend.batch import PrefillRow, Step, StepFailure
+from hybrid_backend.batch import Step, StepFailure
+from hybrid_backend.step.residency import Residency
 
 
 class Executor(Protocol):
     """Runs the decode steps of one rank; `StepDriver` and `in_place.step.InPlaceStep` implement it."""
 
+    @property
+    def residency(self) -> Residency | None:
+        """Frames of prompts and of decoding requests; None if nothing lies in frames."""
+
     def begin(self, step: Step) -> None:
         """Open a step that has decode rows, after abandoning a step that is still open."""
-
-    def begin_prompts(self, step: Step) -> None:
-        """Prepare for the prefill chunks of a step, after `begin` if the step also has decode rows."""
 
     def abandon(self) -> None:
         """Cancel the work of the open step, whose forward pass raised an error."""
@@ -50,9 +52,6 @@ class Executor(Protocol):
 
     def failure(self, step: Step) -> StepFailure | None:
         """Return the error of a step that the device has finished, if the step did not raise the error itself."""
-
-    def saw_prompt(self, layer: int, row: PrefillRow, q: Tensor) -> None:
-        """Take note of the queries ``q`` ``[chunk, heads, head_dim]`` of a prefill chunk that ``layer`` attended."""
 
     def holds(self, request_id: str) -> bool:
         """Tell whether the request has decoded before, so that its next step copies nothing to the device tier."""

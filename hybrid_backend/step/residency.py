@@ -39,6 +39,13 @@ class Residency(Protocol):
     def lacks(self, index: int) -> bool:
         """Tell whether a request began to decode without all of its pages on the device."""
 
+    def needs_chunk(self, request_id: str, tokens: int) -> bool:
+        """Tell whether a request should compute its next token in a prefill chunk, and not in a decode row.
+
+        A chunk copies missing pages layer by layer in parallel with the step. A request that begins to decode after
+        ``tokens`` tokens would wait for them.
+        """
+
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Prepare the frames for a step whose inputs are written; return the number of copied pages.
 
@@ -92,6 +99,7 @@ class MappedResidency:
         self._admission = Admission(config, model, tiers)
         self._fills = Fills(tiers, state, {layer: position for position, layer in enumerate(maps)})
         self._lacking: set[int] = set()
+        self._is_awaited = any(self._filling(layer, fits=True) == "at once" for layer in maps)
         self._has_recalls = state.copies.frames.shape[2] > 0
         requests = tiers.frames.requests
         # Frames that a layer does not have get infinite importance, so that no operation evicts a page from them.
@@ -103,7 +111,7 @@ class MappedResidency:
         self._admission.saw(layer, row, q)
 
     def begin_prompts(self, step: Step) -> None:
-        self._tiers.prompt_frames.begin(step)
+        self._tiers.begin_prompts(step)
 
     def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
         requests, copied = self._tiers.frames.requests, 0
@@ -127,9 +135,7 @@ class MappedResidency:
         lacks_earlier, lacks_last = -1 in frames[:-1], frames[-1] == -1
         fits = len(frames) <= tiers.frames.size
         for layer, maps in self._maps.items():
-            filling = self._fillings[layer]
-            if filling == "later" and fits and layer in self._guessed_layers:
-                filling = "at once"
+            filling = self._filling(layer, fits)
             missing = self._admission.admit(layer, maps, request_id, index, table, source, filling)
             if lacks_earlier and filling == "later":
                 self._fills.add(layer, index, missing)
@@ -141,6 +147,11 @@ class MappedResidency:
                 self._lacking.add(index)
         return copied
 
+    def _filling(self, layer: int, fits: bool) -> Filling:
+        """Return what becomes of a layer's missing pages, given whether the request fits its frames."""
+        filling = self._fillings[layer]
+        return "at once" if filling == "later" and fits and layer in self._guessed_layers else filling
+
     def _absent(self, frames: list[int], size: int) -> int:
         """Count the absent pages among those that a layer without digests chooses: the first and the last ones."""
         sinks = self._config.sinks if len(frames) > size else 0
@@ -148,6 +159,10 @@ class MappedResidency:
 
     def lacks(self, index: int) -> bool:
         return index in self._lacking
+
+    def needs_chunk(self, request_id: str, tokens: int) -> bool:
+        fits = tokens // self._config.page_size < self._tiers.frames.size
+        return fits and self._is_awaited and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def _enter(self, index: int, frames: list[int]) -> None:
         """Make all pages of a request resident in the frames that hold them, without a copy."""
@@ -186,23 +201,33 @@ class FixedResidency:
     """Residency in which the method fixes the frame of each page, the same in all layers.
 
     Several pages of a request may share a frame, which then holds the latest of these pages. The map from pages to
-    frames never changes.
+    frames never changes. A prompt keeps its KV in frames (`PromptFrames`). Pages that lie in other frames than the
+    method's are copied on the device when the request begins to decode.
 
     Args:
         tiers: host pool and frames.
         maps: residency maps of all layers; only ``frame_of`` is written.
         frame_of: function from logical pages to frames (`FixedFrames.frame_of`).
-        admitted_pages: function from the pages of a sequence to the pages that admission copies
+        admitted_pages: function from the pages of a sequence to the pages that the request begins to decode with
             (`FixedFrames.held_pages`).
+        page_size: tokens of a page.
+        keeps_prompts: prompts attend their earlier tokens in frames; false for a method that attends prompts itself.
     """
 
     shared_pages = None
     """Always None, because each request has its own frames."""
 
     def __init__(
-        self, tiers: Tiers, maps: Maps, frame_of: Callable[[Tensor], Tensor], admitted_pages: Callable[[int], Tensor]
+        self,
+        tiers: Tiers,
+        maps: Maps,
+        frame_of: Callable[[Tensor], Tensor],
+        admitted_pages: Callable[[int], Tensor],
+        page_size: int,
+        keeps_prompts: bool,
     ) -> None:
-        self._tiers, self._frame_of, self._admitted_pages = tiers, maps.frame_of, admitted_pages
+        self._tiers, self._frame_of, self._admitted_pages = tiers, frame_of, admitted_pages
+        self._page_size, self._keeps_prompts = page_size, keeps_prompts
         requests, columns = maps.frame_of.shape[1:]
         first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device)
         pages = torch.arange(columns, dtype=torch.int32, device=maps.frame_of.device)
@@ -212,22 +237,44 @@ class FixedResidency:
         """Do nothing, because the frame of a page does not depend on queries."""
 
     def begin_prompts(self, step: Step) -> None:
-        """Do nothing: prompts of this residency stream their earlier tokens from the host pool."""
+        if self._keeps_prompts:
+            self._tiers.begin_prompts(step)
 
     def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
-        tiers, pages = self._tiers, sent(self._admitted_pages(table.shape[1]), self._tiers.device)
-        host_pages, frames = table[0, pages].contiguous(), self._frame_of[0, index, pages].contiguous()
-        for layer, store in tiers.frames.layers.items():
-            tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames)
-        return len(pages) * len(tiers.frames.layers)
+        tiers, source = self._tiers, self._tiers.prompt_frames.take(request_id, seq_len - 1)
+        pages = [page for page in self._admitted_pages(table.shape[1]).tolist() if page < len(source)]
+        targets = tiers.frames.ids(torch.tensor(index), self._frame_of(torch.tensor(pages))).tolist()
+        moves = [(source[page], to) for page, to in zip(pages, targets, strict=True) if source[page] not in (-1, to)]
+        missing = [(page, to) for page, to in zip(pages, targets, strict=True) if source[page] == -1]
+        if moves:
+            self._move(*self._columns(moves))
+        if missing:
+            absent, frames = self._columns(missing)
+            host_pages = table[0, absent].contiguous()
+            for layer, store in tiers.frames.layers.items():
+                tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames.int())
+        return len(missing) * len(tiers.frames.layers)
+
+    def _columns(self, pairs: list[tuple[int, int]]) -> Tensor:
+        return sent(torch.tensor(pairs).T.contiguous(), self._tiers.device)
+
+    def _move(self, frames: Tensor, to: Tensor) -> None:
+        """Copy pages from some frames to others in all layers. A frame may be in both lists."""
+        for store in self._tiers.frames.layers.values():
+            store.index_copy_(0, to, store.index_select(0, frames))
 
     def lacks(self, index: int) -> bool:
-        """Return False, because admission copies all pages that the method attends on the device."""
+        """Return False, because all pages that the method attends on the device are there from the first step on."""
         return False
+
+    def needs_chunk(self, request_id: str, tokens: int) -> bool:
+        fits = tokens // self._page_size < self._tiers.frames.size
+        return fits and self._keeps_prompts and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Return 0, because the frame of a new page is already in the map."""
         return 0
 
     def release(self, request_id: str, index: int | None) -> None:
-        """Do nothing, because the next request reads only the frames that it has written."""
+        """Forget the prompt. Frames stay as they are: the next request reads only those that it has written."""
+        self._tiers.prompt_frames.release(request_id)

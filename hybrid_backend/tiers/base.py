@@ -11,14 +11,16 @@ from torch import Tensor
 from hybrid_backend.attention.flashinfer import FlashInfer, PagedDecode, device_bytes
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens
 from hybrid_backend.attention.prompts import Prompts, TorchPrompts
-from hybrid_backend.batch import ModelSpec, PrefillRow
+from hybrid_backend.batch import ModelSpec, PrefillRow, Step
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.context_cache import ContextCache
 from hybrid_backend.tiers.digests import Digests
+from hybrid_backend.tiers.frame_supply import IndexedFrames, SharedFrames
 from hybrid_backend.tiers.frames import FramePool, device_zeros
 from hybrid_backend.tiers.heads import ResidentHeads
 from hybrid_backend.tiers.host_pool import HostPool
+from hybrid_backend.tiers.prompt_fills import PromptFills
 from hybrid_backend.tiers.prompt_frames import ChunkPages, PromptFrames
 from hybrid_backend.tiers.sizes import TierLayout, pages_of_a_sequence
 from hybrid_backend.tiers.stream import HeadStream
@@ -39,6 +41,7 @@ class Tiers:
     digests: Digests | None
     frames: FramePool
     prompt_frames: PromptFrames  # frames of running prompts, if the method's residency fills them
+    prompt_fills: PromptFills  # copies pages of prefix-cache hits to these frames
     stream: HeadStream | None
     whole: ResidentHeads  # all KV heads of `TierLayout.whole_layers`
     cache: ContextCache  # context caches of `TierLayout.cached_layers`
@@ -75,6 +78,7 @@ class Tiers:
         counts = {layer: layout.frames(max_requests, layer) for layer in layout.framed_layers(model)}
         frames = {layer: device_zeros(kv.shape(count), kv.dtype, device) for layer, count in counts.items() if count}
         pool = FramePool(frames, max_requests, layout.frames_of(max_requests), device)
+        supply = SharedFrames(layout.shared_pages(max_requests)) if layout.shares_frames else IndexedFrames(pool)
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
@@ -91,7 +95,8 @@ class Tiers:
             host=host,
             digests=digests,
             frames=pool,
-            prompt_frames=PromptFrames(pool, config.page_size, device),
+            prompt_frames=PromptFrames(supply, config.page_size, config.sinks, device),
+            prompt_fills=PromptFills(host, pool, operations, device),
             stream=stream,
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, all_heads), host, operations, device),
             cache=ContextCache(cached, max_requests, sequence_pages, is_pinned=device.type == "cuda"),
@@ -125,6 +130,11 @@ class Tiers:
         for store in (self.whole, *self.resident_heads):
             store.copy(pages)
 
+    def begin_prompts(self, step: Step) -> None:
+        """Give frames to the prefill chunks of a step, and prepare to copy the earlier pages that get a frame."""
+        self.prompt_frames.begin(step)
+        self.prompt_fills.begin(self.prompt_frames.fills)
+
     def store_prompts(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Write the K and V of a step's prompt tokens to the host pool and to every copy on the device tier.
 
@@ -156,7 +166,9 @@ class Tiers:
         return None if chunk is None or store is None or chunk.first_frame < 0 else store[chunk.first_frame]
 
     def reads_host(self, layer: int, row: PrefillRow) -> bool:
-        """Tell whether the attention of a chunk reads earlier tokens from the host pool."""
+        """Tell whether a layer reads earlier tokens of a chunk from the host pool."""
+        if self.prompt_fills.is_waiting(layer):
+            return True
         resident = self.chunk_pages(layer, row)
         return row.earlier_tokens > 0 if resident is None else resident[1].missing_tokens > 0
 
@@ -221,10 +233,11 @@ class Tiers:
     @property
     def copied_bytes(self) -> int:
         """Bytes copied from the host pool to the device tier since start."""
-        copied = self.copied_pages * self.page_bytes + self.copied_head_pages * self.head_page_bytes
+        pages = self.copied_pages + self.prompt_fills.copied_pages
+        copied = pages * self.page_bytes + self.copied_head_pages * self.head_page_bytes
         return copied + (self.stream.copied_bytes if self.stream else 0)
 
     def reset_copied(self) -> None:
-        self.copied_pages = self.copied_head_pages = 0
+        self.copied_pages = self.copied_head_pages = self.prompt_fills.copied_pages = 0
         if self.stream is not None:
             self.stream.copied_bytes = 0

@@ -1,31 +1,67 @@
 """Frames that hold the KV of running prompts, so that a later prefill chunk does not read the KV over the bus.
 
-A prompt gets the request index that its request will decode with, and fills the frames of that index first. Then it
-borrows the frames of indices that no request has. A request that needs a borrowed index takes the frames back, and the
-prompt's pages in these frames are streamed from the host pool from then on. Every page is in the host pool as well.
+A prompt fills the frames that it will decode with, and then borrows frames that no request uses (`FrameSupply`). A
+decoding request takes borrowed frames back when it needs them. Every page is in the host pool as well. A page that has
+no frame, such as one of a prefix-cache hit, is copied to a frame if the prompt has one to spare (`PromptFills`). All
+other pages are streamed from the host pool, chunk by chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.batch import PrefillRow, Step, sent
-from hybrid_backend.tiers.frames import FramePool
+from hybrid_backend.tiers.frame_supply import FrameSupply
 
 
 @dataclass
 class _Prompt:
-    """A running prompt. ``frames`` has the frame of each page, -1 for none; ``spare`` are frames without a page."""
+    """A running prompt.
+
+    Attributes:
+        index: index whose frames the prompt owns (`FrameSupply.reserve`).
+        tokens: tokens of the prompt that were computed, or found in a prefix cache.
+        own: own frames, in the order of the pages that prefer them.
+        frames: frame of each page, -1 for none.
+        spare: frames without a page, in the order of a dict's keys.
+    """
 
     index: int
     tokens: int
+    own: list[int]
     frames: list[int]
-    spare: list[int]
-    lent: set[int] = field(default_factory=set)
+    spare: dict[int, None]
+
+    def put(self, pages: Sequence[int]) -> None:
+        """Give a spare frame to each of some pages. If all pages fit the own frames, they lie there in order."""
+        later = []
+        for page in pages:
+            if page < len(self.own) and self.own[page] in self.spare:
+                self.frames[page] = self.own[page]
+                del self.spare[self.own[page]]
+            else:
+                later.append(page)
+        for page in later:
+            self.frames[page] = self.spare.popitem()[0]
+
+
+class Fills(NamedTuple):
+    """Earlier pages of the prompts of a step that are copied from the host pool to frames, the same in all layers.
+
+    Attributes:
+        pages: ``[n]`` int32 host pages.
+        frames: ``[n]`` int32 frames.
+        has_begun_page: a chunk of the step goes on with one of the pages.
+    """
+
+    pages: Tensor
+    frames: Tensor
+    has_begun_page: bool
 
 
 @dataclass(frozen=True)
@@ -53,29 +89,42 @@ class ChunkPages:
 class PromptFrames:
     """Frames of the running prompts, the same frame of a page in all layers."""
 
-    def __init__(self, pool: FramePool, page_size: int, device: torch.device) -> None:
-        """Keep the pool; nothing is allocated, because prompts use frames that exist anyway."""
-        self._pool, self._page_size, self._device = pool, page_size, device
+    def __init__(self, supply: FrameSupply, page_size: int, sinks: int, device: torch.device) -> None:
+        """Keep the supply; nothing is allocated, because prompts use frames that exist anyway.
+
+        Args:
+            supply: frames that prompts may use.
+            page_size: tokens of a page.
+            sinks: first pages, which keep their frames longest because every method begins to decode with them.
+            device: device of the frames.
+        """
+        self.supply = supply
+        self._page_size, self._sinks, self._device = page_size, sinks, device
         self._prompts: dict[str, _Prompt] = {}
         self._chunks: dict[str, ChunkPages] = {}
         self.token_frames: Tensor | None = None
         """``[tokens]`` int32 frame of each token of the open step, -1 for none; None: no token has a frame."""
+        self.fills: Fills | None = None
+        """Pages that the open step copies to frames; None: the step copies no page."""
 
     def begin(self, step: Step) -> None:
-        """Give frames to the pages that the prefill chunks of a step write, before any layer runs."""
+        """Give frames to the pages of the prefill chunks of a step, before any layer runs."""
         self._chunks.clear()
-        # An index that a new prompt takes may be lent to another prompt of the step, so all indices are taken first.
+        # A frame that a new prompt takes may be lent to another prompt of the step, so all own frames are taken first.
         for row in step.prefill:
             self._reserve(row)
+        rows = [(row, self._prompts[row.request_id]) for row in step.prefill if row.request_id in self._prompts]
+        # New pages come first: they cost no copy, and a request decodes with its latest pages.
+        for row, prompt in rows:
+            self._extend(prompt, row)
+        filled = [(row, prompt, self._refill(prompt, row)) for row, prompt in rows]
+        self._list_fills([fill for fill in filled if fill[2]])
         frames = torch.full((step.num_tokens,), -1, dtype=torch.int32)
-        for row in step.prefill:
-            prompt = self._prompts.get(row.request_id)
-            if prompt is not None:
-                self._extend(prompt, row)
-                self._chunks[row.request_id] = self._split(prompt, row)
-                pages = torch.arange(row.earlier_tokens, row.seq_len) // self._page_size
-                frames[row.start : row.end] = torch.tensor(prompt.frames, dtype=torch.int32)[pages]
-        self.token_frames = sent(frames, self._device) if self._chunks else None
+        for row, prompt in rows:
+            self._chunks[row.request_id] = self._split(prompt, row)
+            pages = torch.arange(row.earlier_tokens, row.seq_len) // self._page_size
+            frames[row.start : row.end] = torch.tensor(prompt.frames, dtype=torch.int32)[pages]
+        self.token_frames = sent(frames, self._device) if rows else None
 
     @property
     def running(self) -> int:
@@ -86,14 +135,22 @@ class PromptFrames:
         """Return the pages of a request's chunk in the open step; None if the prompt has no frames."""
         return self._chunks.get(request_id)
 
+    def lacks(self, request_id: str, tokens: int) -> bool:
+        """Tell whether a request that begins to decode after ``tokens`` tokens would miss a page in its frames."""
+        prompt = self._prompts.get(request_id)
+        if prompt is None or prompt.tokens != tokens:
+            return tokens > 0
+        self._drop_lost(request_id, prompt)
+        return -1 in prompt.frames
+
     def take(self, request_id: str, tokens: int) -> list[int]:
         """Return the frame of each page of a request that begins to decode after ``tokens`` tokens; -1 for no frame.
 
-        The prompt is forgotten. The frames of other indices in the result stay as they are until the next step begins.
+        The prompt is forgotten. Its borrowed frames in the result stay as they are until the next step begins.
         """
         prompt = self._prompts.get(request_id)
         frames = [-1] * -(-tokens // self._page_size)
-        if prompt is not None and (prompt.tokens, prompt.index) == (tokens, self._pool.index(request_id)):
+        if prompt is not None and (prompt.tokens, prompt.index) == (tokens, self.supply.index(request_id)):
             self._drop_lost(request_id, prompt)
             frames = prompt.frames
         self.release(request_id)
@@ -103,7 +160,7 @@ class PromptFrames:
         """Forget a prompt, and give back the frames that it has borrowed."""
         self._prompts.pop(request_id, None)
         self._chunks.pop(request_id, None)
-        self._pool.return_lent(request_id)
+        self.supply.give_back(request_id)
 
     def _reserve(self, row: PrefillRow) -> None:
         """Take the request index of a prompt that begins, and frames that it has lost from one that goes on."""
@@ -111,27 +168,31 @@ class PromptFrames:
         if prompt is not None and prompt.tokens != row.earlier_tokens:
             self.release(row.request_id)  # A step failed, or the engine computes the prompt again.
             prompt = None
-        index = self._pool.reserve(row.request_id)
+        index = self.supply.reserve(row.request_id)
         if index is None:
             self.release(row.request_id)
         elif prompt is None or prompt.index != index:
-            self._pool.return_lent(row.request_id)
-            pages = -(-row.earlier_tokens // self._page_size)
-            spare = self._frames_of(index)
-            self._prompts[row.request_id] = _Prompt(index, row.earlier_tokens, [-1] * pages, spare)
-
-    def _frames_of(self, index: int) -> list[int]:
-        """Return the frames of a request index, the first one last."""
-        return [index + slot * self._pool.requests for slot in reversed(range(self._pool.size))]
+            self.supply.give_back(row.request_id)
+            own, pages = self.supply.own(index), -(-row.earlier_tokens // self._page_size)
+            self._prompts[row.request_id] = _Prompt(index, row.earlier_tokens, own, [-1] * pages, dict.fromkeys(own))
 
     def _drop_lost(self, request_id: str, prompt: _Prompt) -> None:
-        """Forget the frames of indices that requests have taken back."""
-        lost = prompt.lent - self._pool.lent(request_id)
+        """Forget the frames that requests have taken back."""
+        lost = self.supply.lost(request_id)
         if lost:
-            prompt.lent -= lost
-            requests = self._pool.requests
-            prompt.frames = [-1 if frame % requests in lost else frame for frame in prompt.frames]
-            prompt.spare = [frame for frame in prompt.spare if frame % requests not in lost]
+            prompt.frames = [-1 if frame in lost else frame for frame in prompt.frames]
+            prompt.spare = {frame: None for frame in prompt.spare if frame not in lost}
+
+    def _borrow(self, prompt: _Prompt, request_id: str, count: int) -> None:
+        """Borrow until ``count`` frames are spare, or until nobody has a frame to lend."""
+        while (needed := count - len(prompt.spare)) > 0 and (frames := self.supply.borrow(request_id, needed)):
+            prompt.spare |= dict.fromkeys(frames)
+
+    def _sinks_first(self, pages: Sequence[int]) -> list[int]:
+        """Return ascending pages in the order in which they get frames: sink pages, then the last page first."""
+        return [page for page in pages if page < self._sinks] + [
+            page for page in reversed(pages) if page >= self._sinks
+        ]
 
     def _extend(self, prompt: _Prompt, row: PrefillRow) -> None:
         """Give frames to the pages that a chunk begins: spare ones, borrowed ones, then those of the oldest pages."""
@@ -139,20 +200,34 @@ class PromptFrames:
         size, before = self._page_size, row.earlier_tokens
         first, pages = -(-before // size), -(-row.seq_len // size)
         new = pages - len(prompt.frames)
-        while len(prompt.spare) < new and (index := self._pool.lend(row.request_id)) is not None:
-            prompt.lent.add(index)
-            prompt.spare = self._frames_of(index) + prompt.spare
-        for page in range(before // size):
+        self._borrow(prompt, row.request_id, new)
+        for page in reversed(self._sinks_first(range(before // size))):
             if len(prompt.spare) >= new:
                 break
             if prompt.frames[page] >= 0:
-                prompt.spare.append(prompt.frames[page])
+                prompt.spare[prompt.frames[page]] = None
                 prompt.frames[page] = -1
         prompt.frames += [-1] * new
-        # If the chunk itself is larger than all frames, the last pages get them: the request decodes with these first.
-        for page in range(max(first, pages - len(prompt.spare)), pages):
-            prompt.frames[page] = prompt.spare.pop()
+        prompt.put(sorted(self._sinks_first(range(first, pages))[: len(prompt.spare)]))
         prompt.tokens = row.seq_len
+
+    def _refill(self, prompt: _Prompt, row: PrefillRow) -> list[int]:
+        """Give spare frames to earlier pages that have none, and return these pages."""
+        absent = [page for page in range(-(-row.earlier_tokens // self._page_size)) if prompt.frames[page] < 0]
+        self._borrow(prompt, row.request_id, len(absent))
+        filled = sorted(self._sinks_first(absent)[: len(prompt.spare)])
+        prompt.put(filled)
+        return filled
+
+    def _list_fills(self, filled: Sequence[tuple[PrefillRow, _Prompt, list[int]]]) -> None:
+        """Set `fills` to the filled pages of the step's prompts."""
+        self.fills = None
+        if filled:
+            device, size = filled[0][0].pages.device, self._page_size
+            host_pages = [row.pages[sent(torch.tensor(pages), device)] for row, _, pages in filled]
+            frames = [prompt.frames[page] for _, prompt, pages in filled for page in pages]
+            has_begun_page = any(pages[-1] >= row.earlier_tokens // size for row, _, pages in filled)
+            self.fills = Fills(torch.cat(host_pages).int().to(self._device), self._sent(frames), has_begun_page)
 
     def _split(self, prompt: _Prompt, row: PrefillRow) -> ChunkPages:
         """Return the pages of a chunk's sequence by the tier that holds them."""

@@ -30,7 +30,7 @@ class TierLayout:
         layer_frames: frames per request of the layers that have more than ``frames_per_request``.
         digests: format of the digests; None for a method without digests.
         staging_tokens: tokens of all KV heads that each of the two staging buffers holds. If the tiers are separate,
-            prompt chunks attend their cached prefix through the staging buffers.
+            prompt chunks attend earlier pages that have no frame through the staging buffers.
         whole_layers: layers that have every page of the host pool on the device tier, and so have no frames.
         context_caches: layers that are not exact keep the tokens that the CPU attends in a context cache.
         shares_frames: all requests share the frames, and each request is on the device tier whole or not at all.

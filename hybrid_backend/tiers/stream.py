@@ -1,8 +1,8 @@
 """Streaming of host KV through two staging buffers on the device (HeadInfer, arXiv 2502.12574, section 3).
 
-The device attends one buffer while the other is filled. Prompt chunks of all methods attend their cached prefix through
-the buffers, and so do HeadInfer's decode rows. The buffers' size does not depend on the context length. A *head page*
-is K and V of one page and one KV head, ``[1, 2, page_size, head_dim]``.
+The device attends one buffer while the other is filled. Prompt chunks attend earlier pages that have no frame through
+the buffers, and HeadInfer's decode rows attend all of their pages so. The buffers' size does not depend on the context
+length. A *head page* is K and V of one page and one KV head, ``[1, 2, page_size, head_dim]``.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Lives(RuleBasedStateMachine):
         assert len(set(held)) == len(held) <= shared.placement.pages
         assert shared.placement.used <= shared.placement.pages
         if tiers.frames.layers:
-            assert len(held) + len(shared._free) == shared.placement.pages
+            assert len(held) + len(shared._supply._free) + len(shared._supply._borrower) == shared.placement.pages
             mapped = self.engine.executor.buffers.maps.frame_of[0]
             assert sorted(mapped[mapped >= 0].tolist()) == sorted(held)
         assert self.parking.parked_rows <= tiers.frames.running

@@ -215,4 +215,4 @@ def test_an_abort_or_preemption_in_any_phase_disturbs_nobody(device: torch.devic
         running.preempt("c")
         running.add("d", random_prompt(29))  # gets the pages and the index of the first
         run(running, 2)
-        assert running.runtime.gauges()["hybrid_copied_bytes"] > 0
+        assert running.failed == []

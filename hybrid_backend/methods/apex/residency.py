@@ -11,6 +11,7 @@ from hybrid_backend.batch import DecodeRows, PrefillRow, Step, sent
 from hybrid_backend.kernels.operations import Maps
 from hybrid_backend.methods.apex.placement import Placement
 from hybrid_backend.tiers import Tiers
+from hybrid_backend.tiers.frame_supply import SharedFrames
 
 
 class SharedResidency:
@@ -19,14 +20,29 @@ class SharedResidency:
     A frame id is the same in all layers, so that all layers have the same map.
     """
 
-    def __init__(self, tiers: Tiers, maps: Maps, placement: Placement, is_settled: Callable[[int], bool]) -> None:
-        """Begin without requests; ``is_settled`` tells whether a request, by its index, is between two tokens."""
+    def __init__(
+        self, tiers: Tiers, maps: Maps, placement: Placement, is_settled: Callable[[int], bool], page_size: int
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            tiers: host pool, and frames that all requests share.
+            maps: residency maps; only ``frame_of`` is written.
+            placement: requests on the device.
+            is_settled: tells whether a request, by its index, is between two tokens.
+            page_size: tokens of a page.
+        """
         self.placement = placement
         self.moved = 0
         """Requests that were evicted or came back since start."""
         self._tiers, self._frame_of, self._is_settled = tiers, maps.frame_of, is_settled
-        self._free = list(range(placement.pages - 1, -1, -1))
+        self._page_size = page_size
+        supply = tiers.prompt_frames.supply
+        assert isinstance(supply, SharedFrames)
+        self._supply = supply
         self._frames: dict[int, list[int]] = {}  # Keyed by the request's index.
+        self._begun: dict[int, list[int]] = {}
+        """Frames of the prompts' pages of requests that begin to decode in the open step, -1 for none, by index."""
 
     @property
     def shared_pages(self) -> int:
@@ -37,15 +53,23 @@ class SharedResidency:
         """Do nothing, because whole requests are admitted whatever their scores."""
 
     def begin_prompts(self, step: Step) -> None:
-        """Do nothing: prompts of this residency stream their earlier tokens from the host pool."""
+        self._tiers.begin_prompts(step)
 
     def admit(self, request_id: str, index: int, table: Tensor, seq_len: int) -> int:
         """Return 0: `open` places the request together with the other requests of the step."""
+        frames = self._tiers.prompt_frames.take(request_id, seq_len - 1)
+        self._supply.keep([frame for frame in frames if frame >= 0])
+        self._begun[index] = frames
         return 0
 
     def lacks(self, index: int) -> bool:
         """Return False, because a request on the device has all of its pages there."""
         return False
+
+    def needs_chunk(self, request_id: str, tokens: int) -> bool:
+        pages = tokens // self._page_size + 1
+        fits = self.placement.used + pages <= self.placement.pages
+        return fits and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         pages = dict(zip(rows.request_ids, rows.num_pages.tolist(), strict=True))
@@ -57,6 +81,10 @@ class SharedResidency:
             evicted = self._tiers.frames.index(name)
             if evicted is not None:
                 self._give_back(evicted)
+        # Requests on the CPU give back what their prompts left, before other requests need frames.
+        for name, index in index_of.items():
+            if name not in self.placement:
+                self._free_frames(self._begun.pop(index, []))
         return sum(
             self._hold(index, rows.page_table[r, : pages[name]])
             for r, (name, index) in enumerate(index_of.items())
@@ -65,31 +93,43 @@ class SharedResidency:
 
     def release(self, request_id: str, index: int | None) -> None:
         self.placement.release(request_id)
+        self._tiers.prompt_frames.release(request_id)
         if index is not None:
+            self._free_frames(self._begun.pop(index, []))
             self._give_back(index)
 
     def _hold(self, index: int, table: Tensor) -> int:
         """Give frames to all pages of a request on the device, and return the copied pages of all layers.
 
-        All pages are copied if the request had no frame. Otherwise the step's token begins the new page.
+        If the request had no frame, pages that its prompt did not leave on the device are copied. Otherwise the step's
+        token begins the new page.
         """
-        frames = self._frames.setdefault(index, [])
+        frames, source = self._frames.setdefault(index, []), self._begun.pop(index, None)
         had, new = len(frames), len(table) - len(frames)
         assert new >= 0, "a request with fewer pages than before was released"
         if not new:
             return 0
-        frames += [self._free.pop() for _ in range(new)]
-        tiers, new_frames = self._tiers, sent(torch.tensor(frames[had:], dtype=torch.int32), self._tiers.device)
-        self._frame_of[:, index, had : len(frames)] = new_frames
-        if had:
-            return 0
-        host_pages = table.int().contiguous()
-        for layer, store in tiers.frames.layers.items():
-            tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, new_frames)
-        return len(host_pages) * len(tiers.frames.layers)
+        left = [-1] * new if source is None else source + [-1] * (new - len(source))
+        absent = [page for page, frame in enumerate(left) if frame < 0]
+        for page, frame in zip(absent, self._supply.take(len(absent)), strict=True):
+            left[page] = frame
+        frames += left
+        tiers = self._tiers
+        self._frame_of[:, index, had : len(frames)] = sent(torch.tensor(left, dtype=torch.int32), tiers.device)
+        written = len(table) if source is None else len(source)
+        copied = [] if had else [page for page in absent if page < written]
+        if copied:
+            host_pages = table[sent(torch.tensor(copied), tiers.device)].int()
+            targets = sent(torch.tensor([left[page] for page in copied], dtype=torch.int32), tiers.device)
+            for layer, store in tiers.frames.layers.items():
+                tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, targets)
+        return len(copied) * len(tiers.frames.layers)
 
     def _give_back(self, index: int) -> None:
         frames = self._frames.pop(index, None)
         if frames:
-            self._free += frames
+            self._free_frames(frames)
             self._frame_of[:, index] = -1
+
+    def _free_frames(self, frames: list[int]) -> None:
+        self._supply.free([frame for frame in frames if frame >= 0])

@@ -55,7 +55,6 @@ def test_every_request_gets_the_model_s_tokens_wherever_it_is(strategy: str) -> 
     assert gauges["hybrid_moved_requests"] > 0
     assert gauges["hybrid_resident_requests"] > 0
     assert (stats.cpu_ratio() > 0) == (strategy != "gpu")
-    assert gauges["hybrid_copied_bytes"] > 0
     assert {done for done, _ in stats.steps} <= (
         {"gpu", strategy} if strategy != "auto" else {"overlap", "lockstep", "gpu"}
     )
