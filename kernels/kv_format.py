@@ -133,6 +133,25 @@ class KvFormat:
         return (numbers * scales.float()[..., None]).to(x.dtype)
 
 
+def gather_head_pages(blocks: Tensor, head_pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Copy K and V out of head pages, decoded.
+
+    Args:
+        blocks: pages ``[pages * kv_heads * 2 (K, V), page_size, width]``, contiguous.
+        head_pages: ``[n]`` int64 head pages: ``page * kv_heads + head``.
+        dtype: dtype of what 8 bits decode to; plain pages keep theirs.
+
+    Returns:
+        K and V, ``[n, page_size, head_dim]`` each.
+    """
+    kv = KvFormat(1, blocks.shape[1], head_dim_of(blocks), blocks.dtype)
+    if not kv.is_int8:
+        gathered = blocks.index_select(0, torch.cat([2 * head_pages, 2 * head_pages + 1]))
+        return gathered[: len(head_pages)], gathered[len(head_pages) :]
+    k, v = kv.decode(blocks.unflatten(0, (-1, 2)).index_select(0, head_pages))
+    return k.to(dtype), v.to(dtype)
+
+
 def head_dim_of(pages: Tensor) -> int:
     """Return the channels of a head in pages ``[..., width]``, which may have any strides (`KvFormat`)."""
     return pages.shape[-1] - SCALE_BYTES * (pages.dtype is torch.int8)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
 from hybrid_backend.batch import sent
+from hybrid_backend.kernels.kv_format import gather_head_pages
 
 
 class KVBlock(NamedTuple):
@@ -24,28 +25,32 @@ class KVBlock(NamedTuple):
 
 
 def gather_tokens(
-    blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, heads: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+    blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, dtype: torch.dtype,
+    heads: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy K and V of the tokens ``start:end`` of a sequence out of its pages.
 
     Args:
-        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the whole sequence.
         kv_heads: KV heads of the layer.
         start: first token.
         end: token after the last one.
+        dtype: dtype of what pages in 8 bits decode to.
         heads: KV heads to copy; None: all.
 
     Returns:
         ``(k, v)``, each ``[heads, end - start, head_dim]``.
     """
-    page_size, dim = blocks.shape[1:]
+    page_size = blocks.shape[1]
     first = start // page_size
     ids = pages[first : -(-end // page_size)]
     head_ids = sent(torch.tensor(range(kv_heads) if heads is None else heads), ids.device)
-    index = (ids[None] * kv_heads + head_ids[:, None]).flatten() * 2
-    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, len(head_ids), -1, dim)
-    k, v = gathered.narrow(2, start - first * page_size, end - start)
+    head_pages = (ids[None] * kv_heads + head_ids[:, None]).flatten()
+    k, v = (
+        x.view(len(head_ids), -1, x.shape[2]).narrow(1, start - first * page_size, end - start)
+        for x in gather_head_pages(blocks, head_pages, dtype)
+    )
     return k, v
 
 
@@ -90,7 +95,7 @@ def windowed(
 
     Args:
         q: queries of the last ``chunk`` tokens, ``[chunk, heads, head_dim]``.
-        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the whole sequence.
         seq_len: sequence length, including the chunk.
         kv_heads: KV heads of the layer.
@@ -104,7 +109,8 @@ def windowed(
     chunk = q.shape[0]
     first = max(0, seq_len - chunk - window + 1)
     group = q.shape[1] // kv_heads
-    k, v = (x.repeat_interleave(group, 0) for x in gather_tokens(blocks, pages, kv_heads, first, seq_len))
+    kv = gather_tokens(blocks, pages, kv_heads, first, seq_len, q.dtype)
+    k, v = (x.repeat_interleave(group, 0) for x in kv)
     position = torch.arange(seq_len - chunk, seq_len, device=q.device)[:, None]
     key = torch.arange(first, seq_len, device=q.device)[None]
     mask = (key <= position) & (key > position - window)

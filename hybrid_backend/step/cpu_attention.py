@@ -195,6 +195,7 @@ class MailboxCpuAttention:
             {layer: (0, 0) if layer in cache.row else shape.list_shape(tiers.has_digests(layer)) for layer in layers},
             model.scale,
             current=tiers.frames.generation,
+            dtype=model.dtype,
             host_lists={
                 layer: HostLists(cache.tokens[row], cache.whole, cache.whole_pages, tiers.host.layers[layer])
                 for layer, row in cache.row.items()

@@ -15,6 +15,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.interface import CONSTANTS
 from hybrid_backend.kernels.cpu.partial import Pool
+from hybrid_backend.kernels.kv_format import head_dim_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,20 +32,20 @@ class Mailbox:
 
     The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked_flag``.
     The server writes the partial, then the same number to ``answered``. Numbers go up. The partial crosses the bus in
-    the dtype of the cache; the sum that it is merged into is rounded to that dtype as well.
+    the model's dtype; the sum that it is merged into is rounded to that dtype as well.
 
     A row without pages, or of a request that was released, gets the empty partial: ``lse`` is -inf, and ``out`` keeps
     its old content. So ``out`` must not be used where ``lse`` is -inf, not even times 0, as it may be NaN.
     """
 
     q: Tensor
-    """``[rows, heads, head_dim]`` in the dtype of the cache."""
+    """``[rows, heads, head_dim]`` in the model's dtype."""
     ids: Tensor
     """``[rows, lists, capacity]`` int32 host pages, whole ones; empty if the host keeps the lists."""
     counts: Tensor
     """``[rows, lists]`` int32 pages of each list; empty if the host keeps the lists."""
     out: Tensor
-    """``[rows, heads, head_dim]`` in the dtype of the cache; undefined where ``lse`` is -inf."""
+    """``[rows, heads, head_dim]`` in the model's dtype; undefined where ``lse`` is -inf."""
     lse: Tensor
     """``[rows, heads]`` fp32, natural log."""
     asked_flag: Tensor
@@ -82,7 +83,7 @@ class RequestBoxes:
     """
 
     q: Tensor
-    """``[requests, heads, head_dim]`` in the dtype of the cache."""
+    """``[requests, heads, head_dim]`` in the model's dtype."""
     ids: Tensor
     """``[requests, capacity]`` int32 host pages, whole ones."""
     counts: Tensor
@@ -90,7 +91,7 @@ class RequestBoxes:
     layer: Tensor
     """``[requests]`` int32 position of the layer (`QuestionBoxes.position`)."""
     out: Tensor
-    """``[requests, heads, head_dim]`` in the dtype of the cache; 0 where ``lse`` is -inf."""
+    """``[requests, heads, head_dim]`` in the model's dtype; 0 where ``lse`` is -inf."""
     lse: Tensor
     """``[requests, heads]`` fp32, natural log."""
     asked_flag: Tensor
@@ -133,13 +134,13 @@ class _Server:
 
     _handle: int | None = None
 
-    def _serve(self, pool: Pool, layer: Tensor, heads: int, scale: float, boxes: Any) -> None:
+    def _serve(self, pool: Pool, layer: Tensor, q: Tensor, scale: float, boxes: Any) -> None:
         """Start the thread.
 
         Args:
             pool: pool whose threads help.
             layer: any layer of the questions; all have its shape but for the number of pages.
-            heads: query heads.
+            q: ``[rows, heads, head_dim]`` queries of a box.
             scale: factor of the logits.
             boxes: array of `lib.MailboxArgs`.
 
@@ -147,8 +148,8 @@ class _Server:
             WorkerError: a shape that the kernels lack.
         """
         self._native = lib.native()
-        _, kv_heads, _, page_size, dim = layer.shape
-        model = lib.model_of(layer.dtype, kv_heads, heads, dim, page_size, scale)
+        _, kv_heads, _, page_size, _ = layer.shape
+        model = lib.model_of(q.dtype, kv_heads, *q.shape[1:], page_size, scale, kv_dtype=layer.dtype)
         cpu = -1 if pool.server_cpu is None else pool.server_cpu
         self._handle = self._native.hb_mail_new(pool.handle, ctypes.byref(model), boxes, len(boxes), cpu)
         if not self._handle:
@@ -190,6 +191,7 @@ class Mailboxes(_Server):
         current: ``[requests]`` int64 current generation of each index. A row whose index was released since the device
             wrote ``generations`` gets the empty partial.
         host_lists: lists that the host keeps, by layer. ``requests`` and ``current`` are needed for them.
+        dtype: dtype of queries and partials; None: that of the pages, which are then not in 8 bits.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -206,18 +208,19 @@ class Mailboxes(_Server):
         *,
         current: Tensor | None = None,
         host_lists: Mapping[int, HostLists] = MappingProxyType({}),
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._keep = (pool, dict(layers), current, dict(host_lists))
         first = next(iter(layers.values()))
-        kv_heads, dim = first.shape[1], first.shape[4]
+        kv_heads, dim, dtype = first.shape[1], head_dim_of(first), dtype or first.dtype
         self.requests = _pinned(rows, dtype=torch.int64)
         self.generations = _pinned(rows, dtype=torch.int64)
         self.layers = {
             layer: Mailbox(
-                q=_pinned(rows, heads, dim, dtype=first.dtype),
+                q=_pinned(rows, heads, dim, dtype=dtype),
                 ids=_pinned(rows, *lists[layer]),
                 counts=_pinned(rows, lists[layer][0]),
-                out=_pinned(rows, heads, dim, dtype=first.dtype),
+                out=_pinned(rows, heads, dim, dtype=dtype),
                 lse=_pinned(rows, heads, dtype=torch.float32),
                 asked_flag=_pinned(_LINE),
                 answered=_pinned(_LINE),
@@ -241,7 +244,7 @@ class Mailboxes(_Server):
             if current is not None:
                 args.request, args.generation = self.requests.data_ptr(), self.generations.data_ptr()
                 args.current = current.data_ptr()
-        self._serve(pool, first, heads, scale, boxes)
+        self._serve(pool, first, next(iter(self.layers.values())).q, scale, boxes)
 
     @property
     def nbytes(self) -> int:
@@ -273,6 +276,7 @@ class QuestionBoxes(RequestBoxes, _Server):
         requests: requests that run at once at most.
         capacity: pages of a sequence at most.
         scale: factor of the logits.
+        dtype: dtype of queries and partials; None: that of the pages, which are then not in 8 bits.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -286,15 +290,17 @@ class QuestionBoxes(RequestBoxes, _Server):
         requests: int,
         capacity: int,
         scale: float,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         first = next(iter(layers.values()))
-        dim = first.shape[4]
+        dim, dtype = head_dim_of(first), dtype or first.dtype
         super().__init__(
-            q=_pinned(requests, heads, dim, dtype=first.dtype),
+            q=_pinned(requests, heads, dim, dtype=dtype),
             ids=_pinned(requests, capacity),
             counts=_pinned(requests),
             layer=_pinned(requests),
-            out=_pinned(requests, heads, dim, dtype=first.dtype),
+            out=_pinned(requests, heads, dim, dtype=dtype),
             lse=_pinned(requests, heads, dtype=torch.float32),
             asked_flag=_pinned(requests, _LINE),
             answered=_pinned(requests, _LINE),
@@ -310,7 +316,7 @@ class QuestionBoxes(RequestBoxes, _Server):
             args.caches, args.caches_count = ctypes.addressof(caches), len(layers)
             for field in fields(RequestBoxes):
                 setattr(args, field.name, getattr(self, field.name)[request].data_ptr())
-        self._serve(pool, first, heads, scale, boxes)
+        self._serve(pool, first, self.q, scale, boxes)
 
     def failure(self, request: int) -> str:
         """Return the error of the request's last failed question."""

@@ -7,8 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels.digest_format import CODES, digest_format_of
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, kernel, rounded
+from hybrid_backend.kernels.triton.encoding import EXACT, encoded, scale_of, scales_at
 
 _TILE = 16  # tokens of a head that a program stores at once: K and V of 128 channels in 16 bits are 8 KiB
 
@@ -45,39 +47,65 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = tl.load(pages + row).to(tl.int64)
     if page >= 0:
+        ENCODED: tl.constexpr = host.dtype.element_ty == tl.int8
+        ITEM: tl.constexpr = 2 * PAGE * (DIM + 2) if ENCODED else 2 * PAGE * DIM
         offset = tl.load(positions + row) % PAGE
         d = tl.arange(0, BLOCK_D)
         live = d < DIM
         source = head.to(tl.int64)
         if heads is not None:
             source = tl.load(heads + head)
-        k = tl.load(key + row * key_stride + source * DIM + d, mask=live)
-        v = tl.load(value + row * value_stride + source * DIM + d, mask=live)
-        offsets = ((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+        k = tl.load(key + row * key_stride + source * DIM + d, mask=live, other=0.0)
+        v = tl.load(value + row * value_stride + source * DIM + d, mask=live, other=0.0)
+        if ENCODED:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+            k_scale, k_factor = scale_of(k, 0)
+            v_scale, v_factor = scale_of(v, 0)
+            k, v = encoded(k, k_factor), encoded(v, v_factor)
+            scale_at = scales_at(host, page * KV_HEADS + head, offset, PAGE, DIM)
+            tl.store(scale_at, k_scale)
+            tl.store(scale_at + PAGE, v_scale)
+        offsets = (page * KV_HEADS + head) * ITEM + offset * DIM + d
         tl.store(host + offsets, k, mask=live)
         tl.store(host + offsets + PAGE * DIM, v, mask=live)
         if HAS_FRAMES:
             entry = tl.load(requests + row).to(tl.int64) * columns + tl.load(positions + row) // PAGE
             frame = tl.load(frame_of + entry).to(tl.int64)
             if frame >= 0:
-                offsets = ((frame * KV_HEADS + head) * 2 * PAGE + offset) * DIM + d
+                offsets = (frame * KV_HEADS + head) * ITEM + offset * DIM + d
                 tl.store(frames + offsets, k, mask=live)
                 tl.store(frames + offsets + PAGE * DIM, v, mask=live)
+                if ENCODED:
+                    scale_at = scales_at(frames, frame * KV_HEADS + head, offset, PAGE, DIM)
+                    tl.store(scale_at, k_scale)
+                    tl.store(scale_at + PAGE, v_scale)
         if HAS_DIGESTS:
             new, item = k.to(tl.float32), page * KV_HEADS + head
+            if ENCODED:
+                new *= k_scale.to(tl.float32)
             if TAIL:
                 if offset == PAGE - 1:  # the page is whole now; its other keys are read from its frame if it has one
                     t = tl.arange(0, BLOCK_P)
                     before = (t < PAGE - 1)[:, None] & live[None, :]
                     key_at = t[:, None] * DIM + d[None, :]
-                    far = host + item * 2 * PAGE * DIM + key_at
+                    far = host + item * ITEM + key_at
                     if HAS_FRAMES:
-                        near = frames + (frame * KV_HEADS + head) * 2 * PAGE * DIM + key_at
+                        near = frames + (frame * KV_HEADS + head) * ITEM + key_at
                         keys = tl.where(frame >= 0, tl.load(near, mask=before & (frame >= 0), other=0.0),
                                         tl.load(far, mask=before & (frame < 0), other=0.0))  # fmt: skip
                     else:
                         keys = tl.load(far, mask=before, other=0.0)
                     keys = keys.to(tl.float32)
+                    if ENCODED:
+                        far_scales = scales_at(host, item, t, PAGE, DIM)
+                        if HAS_FRAMES:
+                            near_scales = scales_at(frames, frame * KV_HEADS + head, t, PAGE, DIM)
+                            is_near = (t < PAGE - 1) & (frame >= 0)
+                            scales = tl.where(frame >= 0, tl.load(near_scales, mask=is_near, other=0.0),
+                                              tl.load(far_scales, mask=(t < PAGE - 1) & (frame < 0), other=0.0))  # fmt: skip
+                        else:
+                            scales = tl.load(far_scales, mask=t < PAGE - 1, other=0.0)
+                        keys *= scales.to(tl.float32)[:, None]
                     high = tl.maximum(new, tl.max(tl.where(before, keys, float("-inf")), 0))
                     low = tl.minimum(new, tl.min(tl.where(before, keys, float("inf")), 0))
                     _store_digest(digests, item, high, low, d, DIM, TAIL)
@@ -102,7 +130,7 @@ def append_tokens(
             k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of, heads,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
             kv_heads, page_size, dim, triton.next_power_of_2(dim), frames is not None,
-            digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size),
+            digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size), **EXACT,
         )  # fmt: skip
     if coded is not None:
         codes.encode(host[:, :, 0], coded, pages, positions, appended=True)
@@ -112,14 +140,24 @@ def append_tokens(
 def _store_kernel(key, value, host, pages, positions, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr,
                   DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     program, programs, d = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK_D)
+    ENCODED: tl.constexpr = host.dtype.element_ty == tl.int8
+    ITEM: tl.constexpr = 2 * PAGE * (DIM + 2) if ENCODED else 2 * PAGE * DIM
     for item in range(program, tl.cdiv(tokens, TILE) * KV_HEADS, programs):
         head, t = item % KV_HEADS, item // KV_HEADS * TILE + tl.arange(0, TILE)
         page = tl.load(pages + t, mask=t < tokens, other=-1).to(tl.int64)
         offset = tl.load(positions + t, mask=t < tokens, other=0) % PAGE
         live = (page >= 0)[:, None] & (d < DIM)[None, :]
         source = ((t.to(tl.int64) * KV_HEADS + head) * DIM)[:, None] + d[None, :]
-        to = (((page * KV_HEADS + head) * 2 * PAGE + offset) * DIM)[:, None] + d[None, :]
-        k, v = tl.load(key + source, mask=live), tl.load(value + source, mask=live)
+        to = ((page * KV_HEADS + head) * ITEM + offset * DIM)[:, None] + d[None, :]
+        k, v = tl.load(key + source, mask=live, other=0.0), tl.load(value + source, mask=live, other=0.0)
+        if ENCODED:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+            k_scale, k_factor = scale_of(k, 1)
+            v_scale, v_factor = scale_of(v, 1)
+            k, v = encoded(k, k_factor[:, None]), encoded(v, v_factor[:, None])
+            scale_at = scales_at(host, page * KV_HEADS + head, offset, PAGE, DIM)
+            tl.store(scale_at, k_scale, mask=page >= 0)
+            tl.store(scale_at + PAGE, v_scale, mask=page >= 0)
         tl.store(host + to, k, mask=live)
         tl.store(host + to + PAGE * DIM, v, mask=live)
 
@@ -129,8 +167,9 @@ def store_tokens(k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: T
     programs = min(COPY_PROGRAMS, triton.cdiv(tokens, _TILE) * kv_heads)
     if programs:
         _store_kernel[(programs,)](
-            k, v, host, pages, positions, tokens, kv_heads, host.shape[3], dim, _TILE, triton.next_power_of_2(dim)
-        )
+            k, v, host, pages, positions, tokens, kv_heads, host.shape[3], dim, _TILE, triton.next_power_of_2(dim),
+            **EXACT,
+        )  # fmt: skip
 
 
 @kernel("key", "digests", "key_stride")
@@ -175,15 +214,20 @@ def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.c
     if (page >= 0) & (count >= (PAGE if TAIL else 1)):
         t, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
         written = (t < count)[:, None] & (d < DIM)[None, :]
-        offsets = (page * KV_HEADS + head) * 2 * PAGE * DIM + t[:, None] * DIM + d[None, :]
+        ENCODED: tl.constexpr = kv.dtype.element_ty == tl.int8
+        ITEM: tl.constexpr = 2 * PAGE * (DIM + 2) if ENCODED else 2 * PAGE * DIM
+        offsets = (page * KV_HEADS + head) * ITEM + t[:, None] * DIM + d[None, :]
         keys = tl.load(kv + offsets, mask=written, other=0.0).to(tl.float32)
+        if ENCODED:
+            scales = tl.load(scales_at(kv, page * KV_HEADS + head, t, PAGE, DIM), mask=t < count, other=0.0)
+            keys *= scales.to(tl.float32)[:, None]
         high = tl.max(tl.where(written, keys, float("-inf")), 0)
         low = tl.min(tl.where(written, keys, float("inf")), 0)
         _store_digest(digests, page * KV_HEADS + head, high, low, d, DIM, TAIL)
 
 
 def build_digests(kv: Tensor, digests: Tensor, pages: Tensor, tokens: Tensor) -> None:
-    _, kv_heads, _, page_size, dim = kv.shape
+    (_, kv_heads, _, page_size, _), dim = kv.shape, head_dim_of(kv)
     if digest_format_of(digests, dim) is CODES:
         codes.encode(kv[:, :, 0], digests, pages, tokens)
     elif len(pages):

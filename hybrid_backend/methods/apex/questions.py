@@ -171,7 +171,9 @@ class BoxQuestions:
         self._kernels = questions
         layers = {layer: tiers.host.layers[layer] for layer in tiers.layout.full_layers(model)}
         requests = tiers.frames.requests
-        self.boxes = QuestionBoxes(workers.native, layers, model.num_heads, requests, columns, model.scale)
+        self.boxes = QuestionBoxes(
+            workers.native, layers, model.num_heads, requests, columns, model.scale, dtype=model.dtype
+        )
         self._buffers = _buffers(requests, model, tiers.device)
 
     def begin(self, seconds: float) -> None:

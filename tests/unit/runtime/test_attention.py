@@ -154,7 +154,7 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(
     position = torch.arange(seq_len - chunk, seq_len)[:, None]
     key = torch.arange(seq_len)[None]
     before = seq_len - chunk
-    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before)
+    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before, q.dtype)
     spans = [(h, t, min(t + 16, before)) for h in (0, 1) for t in range(0, before, 16)] if by_head else []
     blocks = [KVBlock((h,), old_k[h : h + 1, a:b], old_v[h : h + 1, a:b]) for h, a, b in spans]
     if before and not by_head:
