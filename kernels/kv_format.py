@@ -118,7 +118,7 @@ class KvFormat:
             k, v = pages.float().unbind(-3)
             return k, v
         numbers, scales = self.parts(pages)
-        k, v = (numbers * scales.float()[..., None]).unbind(-3)
+        k, v = (x * scale.float()[..., None] for x, scale in zip(numbers.unbind(-3), scales.unbind(-2), strict=True))
         return k, v
 
     def keys(self, layer: Tensor, pages: Tensor) -> Tensor:

@@ -88,17 +88,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Ten
 
 
 def windowed(
-    q: Tensor, blocks: Tensor, pages: Tensor, seq_len: int, kv_heads: int, scale: float, window: int,
+    q: Tensor, new: tuple[Tensor, Tensor], blocks: Tensor, pages: Tensor, seq_len: int, scale: float, window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute sliding-window attention of the last tokens of a sequence, whose K and V are already in the pages.
+    """Compute sliding-window attention of the last tokens of a sequence; K and V of earlier tokens are in pages.
 
     Args:
         q: queries of the last ``chunk`` tokens, ``[chunk, heads, head_dim]``.
+        new: K and V of these tokens, ``[chunk, kv_heads, head_dim]`` each.
         blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the whole sequence.
         seq_len: sequence length, including the chunk.
-        kv_heads: KV heads of the layer.
         scale: factor of the logits.
         window: number of tokens that a token attends, including itself.
         sinks: ``[heads]`` fp32 logits of attention sinks (`with_sinks`); None: no sinks.
@@ -106,11 +106,13 @@ def windowed(
     Returns:
         ``[chunk, heads, head_dim]`` fp32.
     """
-    chunk = q.shape[0]
-    first = max(0, seq_len - chunk - window + 1)
-    group = q.shape[1] // kv_heads
-    kv = gather_tokens(blocks, pages, kv_heads, first, seq_len, q.dtype)
-    k, v = (x.repeat_interleave(group, 0) for x in kv)
+    chunk, kv_heads = new[0].shape[:2]
+    first, before = max(0, seq_len - chunk - window + 1), seq_len - chunk
+    k, v = (x.transpose(0, 1) for x in new)
+    if first < before:
+        earlier = gather_tokens(blocks, pages, kv_heads, first, before, q.dtype)
+        k, v = torch.cat([earlier[0], k], 1), torch.cat([earlier[1], v], 1)
+    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 0) for x in (k, v))
     position = torch.arange(seq_len - chunk, seq_len, device=q.device)[:, None]
     key = torch.arange(first, seq_len, device=q.device)[None]
     mask = (key <= position) & (key > position - window)

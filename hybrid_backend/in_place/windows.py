@@ -58,9 +58,8 @@ class SlidingLayers:
                 self._prompts.attend(layer, row, q, new_k, new_v, out)
                 continue
             chunk = slice(row.start, row.end)
-            out[chunk] = windowed(
-                q[chunk], blocks, row.pages, row.seq_len, shape.num_kv_heads, shape.scale, window, sinks
-            )
+            new = new_k[chunk], new_v[chunk]
+            out[chunk] = windowed(q[chunk], new, blocks, row.pages, row.seq_len, shape.scale, window, sinks)
         if rows is None:
             return
         if self._native is not None:

@@ -89,6 +89,7 @@ class HeadInfer(Method):
     """Attention on the device, over KV that lies in host memory."""
 
     name = "headinfer"
+    reads_int8 = True
     attends_selection = False  # Heads with a window attend the pages that `covered` names.
 
     @classmethod
