@@ -228,7 +228,7 @@ class HeadStream:
         head, pages = (sent(x, blocks.device) for x in (torch.tensor(heads), pages))
         index, page_size = pages * self._kv.kv_heads + head[:, None], self._kv.page_size
         if not self._kv.is_int8:
-            # `copy_pages` moves pages with K and V. K or V of a head page is as large as a head page of half the tokens.
+            # `copy_pages` moves pages with K and V. K or V of a head page is as large as one of half the tokens.
             index, page_size = index[:, None] * 2 + torch.arange(2, device=blocks.device)[:, None], page_size // 2
         index = index.flatten().int()
         source, target = (x.view(-1, 1, 2, page_size, self._kv.width) for x in (blocks, buffer))

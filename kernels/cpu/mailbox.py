@@ -61,6 +61,15 @@ class Mailbox:
         return sum(tensor.nbytes for tensor in vars(self).values())
 
 
+class QueryShape(NamedTuple):
+    """Queries of a model, and so the partials of its questions' answers."""
+
+    heads: int
+    """Query heads."""
+    dtype: torch.dtype
+    """The model's dtype, which pages in 8 bits do not tell."""
+
+
 class HostLists(NamedTuple):
     """Lists of a layer that the host may change between steps."""
 
@@ -148,8 +157,8 @@ class _Server:
             WorkerError: a shape that the kernels lack.
         """
         self._native = lib.native()
-        _, kv_heads, _, page_size, _ = layer.shape
-        model = lib.model_of(q.dtype, kv_heads, *q.shape[1:], page_size, scale, kv_dtype=layer.dtype)
+        (_, kv_heads, _, page_size, _), (_, heads, dim) = layer.shape, q.shape
+        model = lib.model_of(q.dtype, kv_heads, heads, dim, page_size, scale, kv_dtype=layer.dtype)
         cpu = -1 if pool.server_cpu is None else pool.server_cpu
         self._handle = self._native.hb_mail_new(pool.handle, ctypes.byref(model), boxes, len(boxes), cpu)
         if not self._handle:
@@ -183,7 +192,7 @@ class Mailboxes(_Server):
     Args:
         pool: pool whose threads help.
         layers: host pages ``[pages, kv_heads, 2, page_size, head_dim]`` by layer.
-        heads: query heads.
+        queries: query heads and dtype.
         rows: rows of a step at most.
         lists: number of lists (1, or one per KV head) and pages of a list at most, by layer; (0, 0) for a layer of
             ``host_lists``.
@@ -191,7 +200,6 @@ class Mailboxes(_Server):
         current: ``[requests]`` int64 current generation of each index. A row whose index was released since the device
             wrote ``generations`` gets the empty partial.
         host_lists: lists that the host keeps, by layer. ``requests`` and ``current`` are needed for them.
-        dtype: dtype of queries and partials; None: that of the pages, which are then not in 8 bits.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -201,18 +209,17 @@ class Mailboxes(_Server):
         self,
         pool: Pool,
         layers: Mapping[int, Tensor],
-        heads: int,
+        queries: QueryShape,
         rows: int,
         lists: Mapping[int, tuple[int, int]],
         scale: float,
         *,
         current: Tensor | None = None,
         host_lists: Mapping[int, HostLists] = MappingProxyType({}),
-        dtype: torch.dtype | None = None,
     ) -> None:
         self._keep = (pool, dict(layers), current, dict(host_lists))
         first = next(iter(layers.values()))
-        kv_heads, dim, dtype = first.shape[1], head_dim_of(first), dtype or first.dtype
+        kv_heads, dim, (heads, dtype) = first.shape[1], head_dim_of(first), queries
         self.requests = _pinned(rows, dtype=torch.int64)
         self.generations = _pinned(rows, dtype=torch.int64)
         self.layers = {
@@ -272,11 +279,10 @@ class QuestionBoxes(RequestBoxes, _Server):
     Args:
         pool: pool whose threads help.
         layers: host pages ``[pages, kv_heads, 2, page_size, head_dim]`` by layer, alike but for the number of pages.
-        heads: query heads.
+        queries: query heads and dtype.
         requests: requests that run at once at most.
         capacity: pages of a sequence at most.
         scale: factor of the logits.
-        dtype: dtype of queries and partials; None: that of the pages, which are then not in 8 bits.
 
     Raises:
         WorkerError: a shape that the kernels lack.
@@ -286,15 +292,13 @@ class QuestionBoxes(RequestBoxes, _Server):
         self,
         pool: Pool,
         layers: Mapping[int, Tensor],
-        heads: int,
+        queries: QueryShape,
         requests: int,
         capacity: int,
         scale: float,
-        *,
-        dtype: torch.dtype | None = None,
     ) -> None:
         first = next(iter(layers.values()))
-        dim, dtype = head_dim_of(first), dtype or first.dtype
+        dim, (heads, dtype) = head_dim_of(first), queries
         super().__init__(
             q=_pinned(requests, heads, dim, dtype=dtype),
             ids=_pinned(requests, capacity),

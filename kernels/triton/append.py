@@ -38,6 +38,39 @@ def _store_bytes(to, scale_at, values, d, DIM: tl.constexpr):
     tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
 
 
+@triton.jit
+def _encoded_row(row):
+    """Return the numbers in 8 bits and the scale of a token's K or V of one head."""
+    row = row.to(tl.float32)
+    scale, factor = scale_of(row, 0)
+    return encoded(row, factor), scale
+
+
+@triton.jit
+def _store_row(pages, head_page, offset, row, scale, d, PART: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Store a token's K (``PART`` 0) or V (1) of one head in a page; ``scale`` is read if pages are in 8 bits."""
+    if pages.dtype.element_ty == tl.int8:
+        first = pages + head_page * (2 * PAGE * (DIM + 2))
+        tl.store(scales_at(pages, head_page, PART * PAGE + offset, PAGE, DIM), scale)
+    else:
+        first = pages + head_page * (2 * PAGE * DIM)
+    tl.store(first + (PART * PAGE + offset) * DIM + d, row, mask=d < DIM)
+
+
+@triton.jit
+def _keys_of(pages, head_page, t, d, is_read, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Load the keys ``[tokens t, channels d]`` of a head page where ``is_read``, decoded to fp32; 0 elsewhere."""
+    mask = is_read[:, None] & (d < DIM)[None, :]
+    if pages.dtype.element_ty == tl.int8:
+        first = pages + head_page * (2 * PAGE * (DIM + 2))
+        scales = tl.load(scales_at(pages, head_page, t, PAGE, DIM), mask=is_read, other=0.0).to(tl.float32)
+        keys = tl.load(first + t[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32) * scales[:, None]
+    else:
+        first = pages + head_page * (2 * PAGE * DIM)
+        keys = tl.load(first + t[:, None] * DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    return keys
+
+
 @kernel("key", "value", "host", "frames", "digests", "key_stride", "value_stride")
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, heads, columns,
                    key_stride, value_stride,
@@ -47,8 +80,6 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = tl.load(pages + row).to(tl.int64)
     if page >= 0:
-        ENCODED: tl.constexpr = host.dtype.element_ty == tl.int8
-        ITEM: tl.constexpr = 2 * PAGE * (DIM + 2) if ENCODED else 2 * PAGE * DIM
         offset = tl.load(positions + row) % PAGE
         d = tl.arange(0, BLOCK_D)
         live = d < DIM
@@ -57,57 +88,34 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
             source = tl.load(heads + head)
         k = tl.load(key + row * key_stride + source * DIM + d, mask=live, other=0.0)
         v = tl.load(value + row * value_stride + source * DIM + d, mask=live, other=0.0)
-        if ENCODED:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-            k_scale, k_factor = scale_of(k, 0)
-            v_scale, v_factor = scale_of(v, 0)
-            k, v = encoded(k, k_factor), encoded(v, v_factor)
-            scale_at = scales_at(host, page * KV_HEADS + head, offset, PAGE, DIM)
-            tl.store(scale_at, k_scale)
-            tl.store(scale_at + PAGE, v_scale)
-        offsets = (page * KV_HEADS + head) * ITEM + offset * DIM + d
-        tl.store(host + offsets, k, mask=live)
-        tl.store(host + offsets + PAGE * DIM, v, mask=live)
+        new, k_scale, v_scale = k.to(tl.float32), 0.0, 0.0
+        if host.dtype.element_ty == tl.int8:
+            k, k_scale = _encoded_row(k)
+            v, v_scale = _encoded_row(v)
+            new = k.to(tl.float32) * k_scale.to(tl.float32)
+        item = page * KV_HEADS + head
+        _store_row(host, item, offset, k, k_scale, d, 0, PAGE, DIM)
+        _store_row(host, item, offset, v, v_scale, d, 1, PAGE, DIM)
         if HAS_FRAMES:
             entry = tl.load(requests + row).to(tl.int64) * columns + tl.load(positions + row) // PAGE
             frame = tl.load(frame_of + entry).to(tl.int64)
             if frame >= 0:
-                offsets = (frame * KV_HEADS + head) * ITEM + offset * DIM + d
-                tl.store(frames + offsets, k, mask=live)
-                tl.store(frames + offsets + PAGE * DIM, v, mask=live)
-                if ENCODED:
-                    scale_at = scales_at(frames, frame * KV_HEADS + head, offset, PAGE, DIM)
-                    tl.store(scale_at, k_scale)
-                    tl.store(scale_at + PAGE, v_scale)
+                _store_row(frames, frame * KV_HEADS + head, offset, k, k_scale, d, 0, PAGE, DIM)
+                _store_row(frames, frame * KV_HEADS + head, offset, v, v_scale, d, 1, PAGE, DIM)
         if HAS_DIGESTS:
-            new, item = k.to(tl.float32), page * KV_HEADS + head
-            if ENCODED:
-                new *= k_scale.to(tl.float32)
             if TAIL:
                 if offset == PAGE - 1:  # the page is whole now; its other keys are read from its frame if it has one
                     t = tl.arange(0, BLOCK_P)
-                    before = (t < PAGE - 1)[:, None] & live[None, :]
-                    key_at = t[:, None] * DIM + d[None, :]
-                    far = host + item * ITEM + key_at
+                    before = t < PAGE - 1
                     if HAS_FRAMES:
-                        near = frames + (frame * KV_HEADS + head) * ITEM + key_at
-                        keys = tl.where(frame >= 0, tl.load(near, mask=before & (frame >= 0), other=0.0),
-                                        tl.load(far, mask=before & (frame < 0), other=0.0))  # fmt: skip
+                        near, is_near = frame * KV_HEADS + head, before & (frame >= 0)
+                        keys = _keys_of(frames, near, t, d, is_near, PAGE, DIM)
+                        keys += _keys_of(host, item, t, d, before & (frame < 0), PAGE, DIM)
                     else:
-                        keys = tl.load(far, mask=before, other=0.0)
-                    keys = keys.to(tl.float32)
-                    if ENCODED:
-                        far_scales = scales_at(host, item, t, PAGE, DIM)
-                        if HAS_FRAMES:
-                            near_scales = scales_at(frames, frame * KV_HEADS + head, t, PAGE, DIM)
-                            is_near = (t < PAGE - 1) & (frame >= 0)
-                            scales = tl.where(frame >= 0, tl.load(near_scales, mask=is_near, other=0.0),
-                                              tl.load(far_scales, mask=(t < PAGE - 1) & (frame < 0), other=0.0))  # fmt: skip
-                        else:
-                            scales = tl.load(far_scales, mask=t < PAGE - 1, other=0.0)
-                        keys *= scales.to(tl.float32)[:, None]
-                    high = tl.maximum(new, tl.max(tl.where(before, keys, float("-inf")), 0))
-                    low = tl.minimum(new, tl.min(tl.where(before, keys, float("inf")), 0))
+                        keys = _keys_of(host, item, t, d, before, PAGE, DIM)
+                    is_key = before[:, None] & live[None, :]
+                    high = tl.maximum(new, tl.max(tl.where(is_key, keys, float("-inf")), 0))
+                    low = tl.minimum(new, tl.min(tl.where(is_key, keys, float("inf")), 0))
                     _store_digest(digests, item, high, low, d, DIM, TAIL)
             else:
                 begins = offset == 0  # a new page's old digest is ignored
@@ -214,13 +222,7 @@ def _build_kernel(kv, digests, pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.c
     if (page >= 0) & (count >= (PAGE if TAIL else 1)):
         t, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
         written = (t < count)[:, None] & (d < DIM)[None, :]
-        ENCODED: tl.constexpr = kv.dtype.element_ty == tl.int8
-        ITEM: tl.constexpr = 2 * PAGE * (DIM + 2) if ENCODED else 2 * PAGE * DIM
-        offsets = (page * KV_HEADS + head) * ITEM + t[:, None] * DIM + d[None, :]
-        keys = tl.load(kv + offsets, mask=written, other=0.0).to(tl.float32)
-        if ENCODED:
-            scales = tl.load(scales_at(kv, page * KV_HEADS + head, t, PAGE, DIM), mask=t < count, other=0.0)
-            keys *= scales.to(tl.float32)[:, None]
+        keys = _keys_of(kv, page * KV_HEADS + head, t, d, t < count, PAGE, DIM)
         high = tl.max(tl.where(written, keys, float("-inf")), 0)
         low = tl.min(tl.where(written, keys, float("inf")), 0)
         _store_digest(digests, page * KV_HEADS + head, high, low, d, DIM, TAIL)

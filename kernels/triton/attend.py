@@ -108,9 +108,7 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
         heads = row * KV_HEADS * GROUP + head * GROUP + g
         live = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
-        offsets, listed, mask, scale_at = _tile_of_keys(
-            kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D
-        )
+        offsets, listed, mask, scale_at = _tile_of_keys(kv, ids, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
         keys = numbers(tl.load(kv + offsets, mask=mask, other=0.0), query)
         logits = dot(query, tl.trans(keys), PRECISION) * scale
         if kv.dtype.element_ty == tl.int8:

@@ -109,5 +109,5 @@ def test_other_methods_refuse_8_bits_in_one_line(method: str) -> None:
 
 def test_workers_that_do_not_attend_8_bits_are_refused_in_one_line() -> None:
     cfg = config(method="scout", kv_dtype="int8", workers={"kernel": "ipex"})
-    with pytest.raises(ConfigError, match="workers.kernel: ipex does not attend pages of kv_dtype: int8; write"):
+    with pytest.raises(ConfigError, match=r"workers.kernel: ipex does not attend pages of kv_dtype: int8; write"):
         Engine(cfg, int8())
