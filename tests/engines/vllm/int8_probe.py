@@ -23,18 +23,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"kv_dtype": "int8"}, {}),
     "flag": ({}, {"kv_cache_dtype": "int8_per_token_head"}),
     "dense": ({"kv_dtype": "int8", "method": "dense"}, {}),
-    # Everything is attended, by the device tier what its frames hold and by the workers the rest.
-    "scout": (
-        {
-            "kv_dtype": "int8",
-            "method": "scout",
-            "sparse": "never",
-            "frames_per_request": 40,
-            "exact_layers": [0, 1],
-            "recall": {"intervals": 4},
-        },
-        {},
-    ),
     "preempted": ({"kv_dtype": "int8", "method": "dense"}, {"num_gpu_blocks_override": BLOCKS}),
 }
 
