@@ -52,10 +52,10 @@ def questions(
     cpus: list[int], layer: torch.Tensor, rows: int, live: int, pages: int, rounds: int, gap: float
 ) -> list[float]:
     """Return the seconds from question to answer, where ``live`` rows of a question attend ``pages`` pages each."""
-    current = torch.zeros(rows, dtype=torch.int64)
+    current, queries = torch.zeros(rows, dtype=torch.int64), cpu.QueryShape(HEADS, layer.dtype)
     with (
         cpu.Pool(1, cpus[:1], server_cpu=cpus[-1]) as pool,
-        cpu.Mailboxes(pool, {0: layer}, HEADS, rows, {0: (1, CAPACITY)}, DIM**-0.5, current=current) as mail,
+        cpu.Mailboxes(pool, {0: layer}, queries, rows, {0: (1, CAPACITY)}, DIM**-0.5, current=current) as mail,
     ):
         box = mail.layers[0]
         box.q.normal_()

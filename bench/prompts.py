@@ -47,7 +47,7 @@ def measure(shape: tuple[int, int, int, int, int], dtype: torch.dtype, reps: int
         began = time.perf_counter()
         own, before = prompts.own(q, k, v, [(0, tokens)])[0], []
         if context > tokens:
-            earlier = gather_tokens(kv.flatten(0, 2), pages.long(), kv_heads, 0, context - tokens)
+            earlier = gather_tokens(kv.flatten(0, 2), pages.long(), kv_heads, 0, context - tokens, q.dtype)
             before = [KVBlock(tuple(range(kv_heads)), *earlier)]
         out[:] = prompts.attend(q, own, before)
         halfway = time.perf_counter()

@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_backend.kernels import byte_digests
 from hybrid_backend.kernels.cpu import RequestBoxes
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import (
     AGGREGATES,
     SIMILARITIES,
@@ -141,6 +142,8 @@ def compile_all(arch: int, only_largest: bool = False) -> list[dict[str, Any]]:
             for size in sizes:
                 shape = (*size, str(dtype).removeprefix("torch."))
                 launch_all(*size, dtype, columns=COLUMNS if size == SHAPES[0] else COLUMNS[1:])
+                shape = (*shape, "int8")
+                launch_encoded(*size, dtype)
         shape = (*SHAPES[0], "slices")  # nothing new is compiled for them
         with _slices():
             launch_all(*SHAPES[0], torch.bfloat16, columns=COLUMNS)
@@ -175,6 +178,9 @@ def launch_largest(kv_heads: int, group: int, dim: int, page: int) -> None:
     kernels.paged_partial(q, host, table[:, None, :64], line[:, None], dim**-0.5, 32)
     kernels.build_digests(host, coded, line, line)
     kernels.page_scores(q, coded, table, line, line, "softmax", False, 0.5, dim**-0.5, page)
+    encoded = torch.empty(KvFormat(kv_heads, page, dim, torch.int8).shape(8), dtype=torch.int8)
+    kernels.paged_partial(q, encoded, table[:, None, :64], line[:, None], dim**-0.5, 32)
+    kernels.build_digests(encoded, coded, line, line)
 
 
 def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtype, columns: Sequence[int]) -> None:
@@ -292,6 +298,34 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         questions.move_inputs(states, 3, hidden, residual, tokens, long, saved)
     plan_heads(kv_heads, page)
     predict_all(q)
+
+
+def launch_encoded(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtype) -> None:
+    """Call each function of the kernels that read or write pages, once per variant, with pages in 8 bits."""
+    rows, k = 4, 64
+    host = torch.empty(KvFormat(kv_heads, page, dim, torch.int8).shape(8), dtype=torch.int8)
+    digests = torch.empty(8, kv_heads, 2, dim, dtype=dtype)
+    coded, rounded = (torch.empty(8, kv_heads, row, dtype=torch.uint8) for row in (4 * dim, byte_digests.row(dim)))
+    q, new = torch.empty(rows, kv_heads * group, dim, dtype=dtype), torch.empty(rows, kv_heads, dim, dtype=dtype)
+    line, long = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    table, lse = torch.zeros(rows, 1, COLUMNS[0], dtype=torch.int32), torch.empty(rows, kv_heads * group)
+    for lists in (1, kv_heads):
+        ids, tokens = torch.zeros(rows, lists, k, dtype=torch.int32), torch.zeros(rows, lists, dtype=torch.int32)
+        kernels.paged_partial(q, host, ids, tokens, dim**-0.5, 32)
+    heads_of_pages = host.flatten(0, 1)[:, None]
+    for kv, chosen in ((heads_of_pages, None), (heads_of_pages, ids), (host, ids[:, :1])):
+        kernels.paged_partial(q, kv, chosen, tokens, dim**-0.5, 32, begins=tokens)
+    average = torch.empty(8, kv_heads, page)
+    kernels.page_weights(q, host, table, table, line[:, None], lse, average, dim**-0.5, 0.3, True)
+    for store in (digests, coded, rounded):
+        kernels.build_digests(host, store, line, line)
+    for store in (digests, rounded):
+        kernels.append_tokens(new, new, host, line, line, host, line, table[:, 0], store)
+    for store in (None, rounded, coded):
+        kernels.append_tokens(new, new, host, line, long, digests=store)
+    kernels.append_tokens(new, new, host, line, line, heads=long)
+    kernels.store_tokens(new, new, host, line, long)
+    kernels.copy_pages(host, host, line, line)
 
 
 def plan_heads(kv_heads: int, page: int) -> None:

@@ -99,7 +99,8 @@ class PromptChunks:
         False: the partial is over the chunk's own tokens.
         """
         prompts, in_pages = self._tiers.prompts, list[tuple[PrefillRow, Tensor, ChunkPages]]()
-        if isinstance(prompts, PagedPrompts) and not isinstance(self._method, AttendsPrompts):
+        reads_pages = self._model.kv_dtype is None and not isinstance(self._method, AttendsPrompts)
+        if isinstance(prompts, PagedPrompts) and reads_pages:  # Pages in 8 bits are decoded in blocks.
             resident = [(row, self._tiers.chunk_pages(layer, row)) for row in rows if row.earlier_tokens]
             in_pages = [(row, *pages) for row, pages in resident if pages is not None and pages[1].tokens]
         partials = dict[str, tuple[Partial, bool]]()

@@ -118,7 +118,7 @@ class KvFormat:
             k, v = pages.float().unbind(-3)
             return k, v
         numbers, scales = self.parts(pages)
-        k, v = (numbers * scales.float()[..., None]).unbind(-3)
+        k, v = (x * scale.float()[..., None] for x, scale in zip(numbers.unbind(-3), scales.unbind(-2), strict=True))
         return k, v
 
     def keys(self, layer: Tensor, pages: Tensor) -> Tensor:
@@ -131,6 +131,25 @@ class KvFormat:
             return x.to(self.dtype)
         numbers, scales = quantized(x)
         return (numbers * scales.float()[..., None]).to(x.dtype)
+
+
+def gather_head_pages(blocks: Tensor, head_pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Copy K and V out of head pages, decoded.
+
+    Args:
+        blocks: pages ``[pages * kv_heads * 2 (K, V), page_size, width]``, contiguous.
+        head_pages: ``[n]`` int64 head pages: ``page * kv_heads + head``.
+        dtype: dtype of what 8 bits decode to; plain pages keep theirs.
+
+    Returns:
+        K and V, ``[n, page_size, head_dim]`` each.
+    """
+    kv = KvFormat(1, blocks.shape[1], head_dim_of(blocks), blocks.dtype)
+    if not kv.is_int8:
+        gathered = blocks.index_select(0, torch.cat([2 * head_pages, 2 * head_pages + 1]))
+        return gathered[: len(head_pages)], gathered[len(head_pages) :]
+    k, v = kv.decode(blocks.unflatten(0, (-1, 2)).index_select(0, head_pages))
+    return k.to(dtype), v.to(dtype)
 
 
 def head_dim_of(pages: Tensor) -> int:

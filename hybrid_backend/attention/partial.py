@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_backend.kernels.kv_format import gather_head_pages
+
 _MAX_PADDING = 1.25
 """Rows are attended one by one if padding the lists to the longest list would read more than this factor of tokens."""
 
@@ -76,9 +78,9 @@ def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Pa
         mask = torch.zeros(written.shape, dtype=q.dtype).masked_fill_(~written, float("-inf")).flatten(2)
         mask = mask[:, :, None].expand(-1, kv_heads, grouped.shape[2], -1)
     heads_of = torch.arange(kv_heads)[None, :, None]
-    index = (ids * kv_heads + heads_of).flatten() * 2  # [rows, kv_heads, k]
-    gathered = layer.flatten(0, 2).index_select(0, torch.cat([index, index + 1]))
-    k, v = gathered.view(2, rows, kv_heads, -1, dim).narrow(3, 0, tokens)
+    index = (ids * kv_heads + heads_of).flatten()  # [rows, kv_heads, k]
+    gathered = gather_head_pages(layer.flatten(0, 2), index, q.dtype)
+    k, v = (x.view(rows, kv_heads, -1, dim).narrow(2, 0, tokens) for x in gathered)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped, k, v, 0.0, False, attn_mask=mask, scale=scale
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_backend.attention.partial import Partial, with_sinks
 from hybrid_backend.batch import sent
+from hybrid_backend.kernels.kv_format import gather_head_pages
 
 
 class KVBlock(NamedTuple):
@@ -24,28 +25,32 @@ class KVBlock(NamedTuple):
 
 
 def gather_tokens(
-    blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, heads: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+    blocks: Tensor, pages: Tensor, kv_heads: int, start: int, end: int, dtype: torch.dtype,
+    heads: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy K and V of the tokens ``start:end`` of a sequence out of its pages.
 
     Args:
-        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the whole sequence.
         kv_heads: KV heads of the layer.
         start: first token.
         end: token after the last one.
+        dtype: dtype of what pages in 8 bits decode to.
         heads: KV heads to copy; None: all.
 
     Returns:
         ``(k, v)``, each ``[heads, end - start, head_dim]``.
     """
-    page_size, dim = blocks.shape[1:]
+    page_size = blocks.shape[1]
     first = start // page_size
     ids = pages[first : -(-end // page_size)]
     head_ids = sent(torch.tensor(range(kv_heads) if heads is None else heads), ids.device)
-    index = (ids[None] * kv_heads + head_ids[:, None]).flatten() * 2
-    gathered = blocks.index_select(0, torch.cat([index, index + 1])).view(2, len(head_ids), -1, dim)
-    k, v = gathered.narrow(2, start - first * page_size, end - start)
+    head_pages = (ids[None] * kv_heads + head_ids[:, None]).flatten()
+    k, v = (
+        x.view(len(head_ids), -1, x.shape[2]).narrow(1, start - first * page_size, end - start)
+        for x in gather_head_pages(blocks, head_pages, dtype)
+    )
     return k, v
 
 
@@ -83,17 +88,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Ten
 
 
 def windowed(
-    q: Tensor, blocks: Tensor, pages: Tensor, seq_len: int, kv_heads: int, scale: float, window: int,
+    q: Tensor, new: tuple[Tensor, Tensor], blocks: Tensor, pages: Tensor, seq_len: int, scale: float, window: int,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute sliding-window attention of the last tokens of a sequence, whose K and V are already in the pages.
+    """Compute sliding-window attention of the last tokens of a sequence; K and V of earlier tokens are in pages.
 
     Args:
         q: queries of the last ``chunk`` tokens, ``[chunk, heads, head_dim]``.
-        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]``.
+        new: K and V of these tokens, ``[chunk, kv_heads, head_dim]`` each.
+        blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the whole sequence.
         seq_len: sequence length, including the chunk.
-        kv_heads: KV heads of the layer.
         scale: factor of the logits.
         window: number of tokens that a token attends, including itself.
         sinks: ``[heads]`` fp32 logits of attention sinks (`with_sinks`); None: no sinks.
@@ -101,10 +106,13 @@ def windowed(
     Returns:
         ``[chunk, heads, head_dim]`` fp32.
     """
-    chunk = q.shape[0]
-    first = max(0, seq_len - chunk - window + 1)
-    group = q.shape[1] // kv_heads
-    k, v = (x.repeat_interleave(group, 0) for x in gather_tokens(blocks, pages, kv_heads, first, seq_len))
+    chunk, kv_heads = new[0].shape[:2]
+    first, before = max(0, seq_len - chunk - window + 1), seq_len - chunk
+    k, v = (x.transpose(0, 1) for x in new)
+    if first < before:
+        earlier = gather_tokens(blocks, pages, kv_heads, first, before, q.dtype)
+        k, v = torch.cat([earlier[0], k], 1), torch.cat([earlier[1], v], 1)
+    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 0) for x in (k, v))
     position = torch.arange(seq_len - chunk, seq_len, device=q.device)[:, None]
     key = torch.arange(first, seq_len, device=q.device)[None]
     mask = (key <= position) & (key > position - window)

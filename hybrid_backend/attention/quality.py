@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.kv_format import gather_head_pages
 
 
 def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_heads: int, scale: float) -> float:
@@ -15,14 +16,18 @@ def mass_recall(q: Tensor, blocks: Tensor, pages: Tensor, covered: Tensor, kv_he
 
     Args:
         q: true query of one sequence, ``[heads, head_dim]``.
-        blocks: one layer of the host pool, ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`).
+        blocks: one layer of the host pool (`HostPool.blocks`).
         pages: ``[n]`` int64 host pages of the sequence.
         covered: covered tokens of the sequence, ``[1 | kv_heads, tokens]`` bool.
         kv_heads: KV heads of the layer.
         scale: factor of the logits.
     """
-    keys = (pages[None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten() * 2
-    k = blocks.index_select(0, keys).view(kv_heads, -1, q.shape[1])[:, : covered.shape[1]]
+    head_pages = (pages[None] * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
+    if blocks.dtype is torch.int8:
+        k = gather_head_pages(blocks, head_pages, torch.float32)[0]
+    else:
+        k = blocks.index_select(0, 2 * head_pages)
+    k = k.view(kv_heads, -1, q.shape[1])[:, : covered.shape[1]]
     logits = torch.matmul(q.float().view(kv_heads, -1, q.shape[1]), k.float().transpose(1, 2)) * scale
     weights = logits.softmax(-1)  # [kv_heads, group, tokens]
     return float((weights * covered[:, None]).sum(-1).mean())

@@ -12,6 +12,7 @@ from hybrid_backend.attention.prefill import flash, windowed
 from hybrid_backend.batch import ModelSpec, Step, WindowRows, whole_tokens, window_rows
 from hybrid_backend.in_place.prompts import InPlacePrompts
 from hybrid_backend.kernels import cpu
+from hybrid_backend.kernels.kv_format import gather_head_pages
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.host_pool import HostPool
 
@@ -57,9 +58,8 @@ class SlidingLayers:
                 self._prompts.attend(layer, row, q, new_k, new_v, out)
                 continue
             chunk = slice(row.start, row.end)
-            out[chunk] = windowed(
-                q[chunk], blocks, row.pages, row.seq_len, shape.num_kv_heads, shape.scale, window, sinks
-            )
+            new = new_k[chunk], new_v[chunk]
+            out[chunk] = windowed(q[chunk], new, blocks, row.pages, row.seq_len, shape.scale, window, sinks)
         if rows is None:
             return
         if self._native is not None:
@@ -135,7 +135,7 @@ def decode_windows(
 
     Args:
         q: ``[rows, heads, head_dim]``.
-        blocks: ``[pages * kv_heads * 2, page_size, head_dim]`` (`HostPool.blocks`); the rows' tokens are in it already.
+        blocks: one layer of the host pool (`HostPool.blocks`); the rows' tokens are in it already.
         attended: tokens and pages of each row's window.
         kv_heads: KV heads of the layer.
         scale: factor of the logits.
@@ -145,12 +145,12 @@ def decode_windows(
         ``[rows, heads, head_dim]`` fp32.
     """
     rows, heads, dim = q.shape
-    index = (attended.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten() * 2
-    kv = blocks.index_select(0, torch.cat([index, index + 1])).view(2, rows, kv_heads, -1, dim)
-    key = torch.arange(kv.shape[3])
+    head_pages = (attended.pages[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]).flatten()
+    gathered = gather_head_pages(blocks, head_pages, q.dtype)
+    key = torch.arange(attended.pages.shape[1] * blocks.shape[1])
     mask = ((key >= attended.skips[:, None]) & (key < attended.tokens[:, None])).to(q.device)
     # Slots that were never written may hold NaN, and a weight of 0 times NaN is NaN.
-    k, v = kv.masked_fill_(~mask[None, :, None, :, None], 0.0)
+    k, v = (x.view(rows, kv_heads, -1, dim).masked_fill_(~mask[:, None, :, None], 0.0) for x in gathered)
     # One item per row and KV head, of as many queries as it has query heads.
     items, group = rows * kv_heads, heads // kv_heads
     mask = mask[:, None, None].expand(-1, kv_heads, group, -1).flatten(0, 1)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hybrid_backend.batch import DecodeRows, ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import ConfigError
 from hybrid_backend.in_place.step import why_not_in_place
 from hybrid_backend.step import Toolbox
 from hybrid_backend.step.method import Method, OwnMemory, staging_tokens
@@ -34,11 +33,6 @@ class Dense(Method):
     @classmethod
     def layout(cls, config: HybridConfig, model: ModelSpec, device: torch.device) -> TierLayout:
         """Return staging buffers for the prompts of a GPU, and no other tier."""
-        reason = _why_not_in_place(config, model, device)
-        if config.kv_dtype != "auto" and reason:
-            raise ConfigError(
-                f"kv_dtype: {config.kv_dtype} needs the native CPU kernels, but {reason}; write kv_dtype: auto"
-            )
         separate = device.type != "cpu"
         return TierLayout(separate=separate, staging_tokens=staging_tokens(config) if separate else 0)
 
@@ -65,8 +59,4 @@ class Dense(Method):
 
 def _is_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> bool:
     """Tell whether the native decoder attends, instead of the operations of the device tier."""
-    return not _why_not_in_place(config, model, device)
-
-
-def _why_not_in_place(config: HybridConfig, model: ModelSpec, device: torch.device) -> str:
-    return why_not_in_place(config, model.num_heads, model.num_kv_heads, model.head_dim, device)
+    return not why_not_in_place(config, model.num_heads, model.num_kv_heads, model.head_dim, device)

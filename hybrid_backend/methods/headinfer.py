@@ -89,6 +89,7 @@ class HeadInfer(Method):
     """Attention on the device, over KV that lies in host memory."""
 
     name = "headinfer"
+    reads_int8 = True
     attends_selection = False  # Heads with a window attend the pages that `covered` names.
 
     @classmethod
@@ -148,7 +149,8 @@ class HeadInfer(Method):
         resident: list[KVBlock] = []
         if heads.resident and tokens:
             store = self._stores[layer].flatten(0, 2)
-            resident.append(KVBlock(heads.resident, *gather_tokens(store, row.pages, len(heads.resident), 0, tokens)))
+            kv = gather_tokens(store, row.pages, len(heads.resident), 0, tokens, q.dtype)
+            resident.append(KVBlock(heads.resident, *kv))
         others = tuple(sorted((*heads.streamed, *heads.windowed)))
         before = chain(resident, self.tiers.prefix(layer, row.pages, tokens, others, self.groups(tokens)))
         return self.tiers.prompts.attend(q, own, before, self.model.sink(layer))

@@ -29,6 +29,7 @@ class InfiniGen(Selective):
     """Copies of selected pages to the device one layer ahead; the device attends all of them."""
 
     name = "infinigen"
+    reads_int8 = True
 
     @classmethod
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:

@@ -23,6 +23,7 @@ class Scout(Selective):
     """Attention of resident pages on the device, and of other important pages on the CPU, one layer ahead."""
 
     name = "scout"
+    reads_int8 = True
     uses_workers = True
     budgets_vary = True
 

@@ -17,7 +17,7 @@ from hybrid_backend.attention.partial import PageList
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, DeadlineError, WorkerError
-from hybrid_backend.kernels.cpu import STEPS, HostLists, Mailboxes
+from hybrid_backend.kernels.cpu import STEPS, HostLists, Mailboxes, QueryShape
 from hybrid_backend.kernels.operations import Counters
 from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.patience import Patience
@@ -190,7 +190,7 @@ class MailboxCpuAttention:
         self.boxes = Mailboxes(
             workers.native,
             {layer: cache.stores.get(layer, tiers.host.layers[layer]) for layer in layers},
-            model.num_heads,
+            QueryShape(model.num_heads, model.dtype),
             shape.rows,
             {layer: (0, 0) if layer in cache.row else shape.list_shape(tiers.has_digests(layer)) for layer in layers},
             model.scale,

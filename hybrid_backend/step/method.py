@@ -27,7 +27,7 @@ from hybrid_backend.step.samples import sampled_layers
 from hybrid_backend.step.toolbox import Toolbox
 from hybrid_backend.tiers import TierLayout, Tiers
 from hybrid_backend.tiers.sizes import StepShape
-from hybrid_backend.workers import WorkerPool
+from hybrid_backend.workers import IPEX, WorkerPool
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Method(ABC):
     suits_gpu: ClassVar[bool] = True
     """The method is ready for the traffic of a GPU (docs/lab/cuda.md#what-is-missing)."""
     reads_int8: ClassVar[bool] = False
-    """On a CPU the method attends pages whose K and V are in 8 bits (`HybridConfig.kv_dtype`)."""
+    """The method attends pages whose K and V are in 8 bits (`HybridConfig.kv_dtype`)."""
     attends_in_place: bool = False
     """Decode steps run in `in_place.step.InPlaceStep`, which calls neither `lookahead` nor `attend`."""
 
@@ -80,11 +80,15 @@ class Method(ABC):
     def check(cls, config: HybridConfig, device: torch.device, num_layers: int, num_kv_heads: int) -> None:
         """Raise ConfigError if the method cannot serve the configuration on the device tier ``device``."""
         check_operations(config, device)
-        if config.kv_dtype != "auto" and (device.type != "cpu" or not cls.reads_int8):
-            where = "on a GPU" if device.type != "cpu" else f"with method {config.method}"
+        if config.kv_dtype != "auto" and not cls.reads_int8:
             raise ConfigError(
-                f"kv_dtype: {config.kv_dtype} is not supported {where}; write kv_dtype: auto, or serve method quest or "
-                "dense on a CPU"
+                f"kv_dtype: {config.kv_dtype} is not supported with method {config.method}; write kv_dtype: auto, or "
+                "method: auto"
+            )
+        if config.kv_dtype != "auto" and config.workers.kernel == IPEX:
+            raise ConfigError(
+                f"workers.kernel: {IPEX} does not attend pages of kv_dtype: {config.kv_dtype}; write workers.kernel: "
+                "auto, or kv_dtype: auto"
             )
         if config.quality.promise and not cls.budgets_vary:
             raise ConfigError(

@@ -32,6 +32,7 @@ class Tiers:
     """Host pool, digests, frames and staging buffers of the layers with full attention, and the operations on them."""
 
     device: torch.device
+    dtype: torch.dtype  # of queries, and of K and V that are read out of pages in 8 bits
     layout: TierLayout
     operations: Operations
     is_async: bool  # operations are launches on a device, which itself writes its requests to the CPU workers
@@ -82,11 +83,12 @@ class Tiers:
         stream = None
         if layout.separate:
             tokens = layout.buffer_tokens(config.page_size, host.layers[layers[0]].shape[0])
-            stream = HeadStream(host, kv, tokens, operations, device)
+            stream = HeadStream(host, kv, model.dtype, tokens, operations, device)
         sequence_pages = pages_of_a_sequence(config, model, len(host.layers[layers[0]]))
         cached = {layer: host.layers[layer] for layer in layout.cached_layers(config, model)}
         return cls(
             device=device,
+            dtype=model.dtype,
             layout=layout,
             operations=operations,
             is_async=is_async,
@@ -101,7 +103,7 @@ class Tiers:
             whole=ResidentHeads(dict.fromkeys(layout.whole_layers, all_heads), host, operations, device),
             cache=ContextCache(cached, max_requests, sequence_pages, is_pinned=device.type == "cuda"),
             prompts=TorchPrompts(operations, model) if flashinfer is None else flashinfer.prompts,
-            decode=None if flashinfer is None else flashinfer.decode,
+            decode=None if flashinfer is None or kv.is_int8 else flashinfer.decode,  # It reads pages as they lie.
             write_back=WriteBack(host, operations, device),
             kernel_bytes=0 if flashinfer is None else device_bytes(),
         )
@@ -161,7 +163,7 @@ class Tiers:
         return None if chunk is None or store is None else (store, chunk)
 
     def begun_page(self, layer: int, row: PrefillRow) -> Tensor | None:
-        """Return the frame ``[kv_heads, 2, page_size, head_dim]`` of the page that a chunk goes on with, if any."""
+        """Return the frame ``[kv_heads, 2, page_size, width]`` of the page that a chunk goes on with, if any."""
         chunk, store = self.prompt_frames.chunk(row.request_id), self.frames.layers.get(layer)
         return None if chunk is None or store is None or chunk.first_frame < 0 else store[chunk.first_frame]
 
@@ -184,7 +186,7 @@ class Tiers:
             heads, blocks, ids = tuple(range(store.shape[1])), store.flatten(0, 2), chunk.ids.long()
             for start in range(0, chunk.earlier, step):
                 end = min(chunk.earlier, start + step)
-                yield KVBlock(heads, *gather_tokens(blocks, ids, len(heads), start, end))
+                yield KVBlock(heads, *gather_tokens(blocks, ids, len(heads), start, end, self.dtype))
         yield from self.prefix(layer, pages, tokens, next_layer=next_layer)
 
     def prefix(
@@ -214,7 +216,8 @@ class Tiers:
         if self.stream is not None:
             return self.stream.blocks(layer, heads, groups, pages, tokens, next_layer)
         kv_heads = self.host.layers[layer].shape[1]
-        return [KVBlock(heads, *gather_tokens(self.host.blocks(layer), pages, kv_heads, 0, tokens, heads))]
+        blocks = self.host.blocks(layer)
+        return [KVBlock(heads, *gather_tokens(blocks, pages, kv_heads, 0, tokens, self.dtype, heads))]
 
     @property
     def persistent_heads(self) -> int:

@@ -40,10 +40,11 @@ class Digests:
     ) -> None:
         """Allocate the digests of ``layers``, all zero. ``dtype`` is the model's."""
         self._host, self._operations, self._format = host, operations, digest_format
+        self._kv = {layer: KvFormat.of(host.layers[layer]) for layer in layers}
         self.layers: dict[int, Tensor] = {}
         self.byte_copies: dict[int, Tensor] = {}
         for layer in layers:
-            kv = KvFormat.of(host.layers[layer])
+            kv = self._kv[layer]
             shape = digest_format.shape(len(host.layers[layer]), kv.kv_heads, kv.head_dim)
             self.layers[layer] = torch.zeros(shape, dtype=digest_format.dtype(dtype), device=device)
             if digest_format is CODES:
@@ -60,20 +61,24 @@ class Digests:
     ) -> None:
         """Update the digests of the pages that a prompt chunk writes, from its keys ``k``.
 
-        Digests are of keys as pages hold them, so those of pages in 8 bits are read from the host pool.
+        Digests are of keys as pages hold them, so keys of pages in 8 bits are rounded to these first. A CPU reads them
+        from the host pool instead.
 
         Args:
             layer: layer with digests.
             row: the prompt chunk.
             k: ``[chunk, kv_heads, head_dim]``, which need not be in the host pool yet.
             join: function that waits until all tokens of the step are in the host pool (`WriteBack.join`).
-            begun_page: ``[kv_heads, 2, page_size, head_dim]`` page on the device that an earlier chunk began, with the
+            begun_page: ``[kv_heads, 2, page_size, width]`` page on the device that an earlier chunk began, with the
                 tokens of this chunk; None: the page is read from the host pool.
         """
-        if self._host.layers[layer].dtype is torch.int8:
+        kv = self._kv[layer]
+        if kv.is_int8 and k.is_cpu:
             self._extend_encoded(layer, row, join)
             return
-        page_size, before = self._host.layers[layer].shape[3], row.seq_len - len(k)
+        if kv.is_int8:  # Formats of whole pages are computed of decoded keys in fp32, as `build_digests` does.
+            k = kv.stored(k if self._format.covers_growing_pages else k.float())
+        page_size, before = kv.page_size, row.seq_len - len(k)
         whole, first = row.seq_len // page_size - before // page_size, before % page_size
         pages = row.written
         if not self._format.covers_growing_pages:
@@ -83,7 +88,8 @@ class Digests:
                     join()
                     self.rebuild(layer, pages[:1])
                 else:
-                    keys = begun_page[:, 0].transpose(0, 1).contiguous()
+                    begun_keys = kv.decode(begun_page)[0] if kv.is_int8 else begun_page[:, 0]
+                    keys = begun_keys.transpose(0, 1).contiguous()
                     self._operations.extend_digests(keys, self.layers[layer], pages[:1], 0, page_size)
                 pages, k, first = pages[1:], k[page_size - first :], 0
             k = k[: len(pages) * page_size]

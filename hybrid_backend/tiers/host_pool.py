@@ -42,8 +42,9 @@ class HostPool:
         return sum(sizes.values())
 
     def blocks(self, layer: int) -> Tensor:
-        """Return the layer's device view as ``[pages * kv_heads * 2, page_size, head_dim]``.
+        """Return the layer's device view as ``[pages * kv_heads * 2, page_size, width]`` (`KvFormat.width`).
 
-        Index ``(page * kv_heads + head) * 2`` of the first dimension holds K of that page and head; the next one V.
+        In a plain format, index ``(page * kv_heads + head) * 2`` of the first dimension holds K of that page and head;
+        the next one V. Two such indices are a head page in every format (`gather_head_pages`).
         """
         return self._blocks[layer]

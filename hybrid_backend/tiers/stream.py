@@ -82,8 +82,17 @@ class HeadStream:
     A GPU fills the buffers in a separate CUDA stream. A CPU copies synchronously, because its cores also attend.
     """
 
-    def __init__(self, host: HostPool, kv: KvFormat, tokens: int, operations: Operations, device: torch.device) -> None:
-        self._host, self._kv_heads, self._operations = host, kv.kv_heads, operations
+    def __init__(
+        self,
+        host: HostPool,
+        kv: KvFormat,
+        dtype: torch.dtype,
+        tokens: int,
+        operations: Operations,
+        device: torch.device,
+    ) -> None:
+        """Allocate the buffers; ``dtype`` is what blocks are decoded to if pages are in 8 bits."""
+        self._host, self._kv, self._dtype, self._operations = host, kv, dtype, operations
         self._buffers = torch.empty(staging_shape(kv, tokens), dtype=kv.dtype, device=device)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffer = 0  # Index of the buffer that was filled last.
@@ -171,7 +180,7 @@ class HeadStream:
             next_layer: layer that streams the same pages next. On a GPU its first block is copied while the device
                 attends the last block and computes until that layer. None: the pages may still change.
         """
-        page_size, dim = self._buffers.shape[-2:]
+        page_size = self._kv.page_size
         size = max(1, min(-(-len(heads) // groups), self.capacity))
         step = self.capacity // size * page_size
         pieces = [
@@ -187,14 +196,23 @@ class HeadStream:
             following = partial(self._begin_ahead, next_layer, pages, pieces[0])
         buffers = self.through(copies, ahead.ready if ahead is not None and is_ahead else None, following)
         for (group, start, end), buffer in zip(pieces, buffers, strict=True):
-            padded = -(-(end - start) // page_size) * page_size
-            kv = buffer.flatten()[: len(group) * 2 * padded * dim].view(len(group), 2, padded, dim)
-            yield KVBlock(group, *kv[:, :, : end - start].unbind(1))
+            k, v = self._read(buffer, len(group), -(-(end - start) // page_size))
+            yield KVBlock(group, k[:, : end - start], v[:, : end - start])
 
     def _copy(self, layer: int, pages: Tensor, piece: tuple[tuple[int, ...], int, int]) -> Callable[[Tensor], None]:
         """Return the function that copies some KV heads of some tokens of a sequence to a buffer."""
-        (heads, start, end), page_size = piece, self._buffers.shape[-2]
+        (heads, start, end), page_size = piece, self._kv.page_size
         return partial(self._gather, layer, heads, pages[start // page_size : -(-end // page_size)])
+
+    def _read(self, buffer: Tensor, heads: int, pages: int) -> tuple[Tensor, Tensor]:
+        """Return K and V ``[heads, pages * page_size, head_dim]`` that `_gather` has copied to a buffer."""
+        kv = self._kv
+        if kv.is_int8:
+            k, v = (x.to(self._dtype).view(heads, -1, kv.head_dim) for x in kv.decode(buffer[: heads * pages, 0]))
+            return k, v
+        tokens = pages * kv.page_size
+        k, v = buffer.flatten()[: heads * 2 * tokens * kv.head_dim].view(heads, 2, tokens, kv.head_dim).unbind(1)
+        return k, v
 
     def _begin_ahead(self, layer: int, pages: Tensor, piece: tuple[tuple[int, ...], int, int]) -> None:
         """Begin to copy the first block of the layer that runs next."""
@@ -202,14 +220,18 @@ class HeadStream:
         self._ahead = _Ahead(layer, pages, piece, ready)
 
     def _gather(self, layer: int, heads: tuple[int, ...], pages: Tensor, buffer: Tensor) -> None:
-        """Copy host pages to a buffer: per KV head K of all tokens, then V, each contiguous for the attention."""
+        """Copy host pages to a buffer, one KV head after the other.
+
+        A head's part is K of all tokens, then V, each contiguous for the attention; or, in 8 bits, its head pages.
+        """
         blocks = self._host.blocks(layer)
         head, pages = (sent(x, blocks.device) for x in (torch.tensor(heads), pages))
-        half = torch.arange(2, device=blocks.device)
-        index = ((pages * self._kv_heads + head[:, None])[:, None] * 2 + half[:, None]).flatten().int()
-        # `copy_pages` moves pages with K and V. K or V of a head page has the size of a head page with half the tokens.
-        _, page_size, dim = blocks.shape
-        source, target = (x.view(-1, 1, 2, page_size // 2, dim) for x in (blocks, buffer))
+        index, page_size = pages * self._kv.kv_heads + head[:, None], self._kv.page_size
+        if not self._kv.is_int8:
+            # `copy_pages` moves pages with K and V. K or V of a head page is as large as one of half the tokens.
+            index, page_size = index[:, None] * 2 + torch.arange(2, device=blocks.device)[:, None], page_size // 2
+        index = index.flatten().int()
+        source, target = (x.view(-1, 1, 2, page_size, self._kv.width) for x in (blocks, buffer))
         self._operations.copy_pages(
             source, target, index, torch.arange(len(index), dtype=torch.int32, device=index.device)
         )

@@ -11,7 +11,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu.decode import Decoder, decodes, openmp_entry
 from hybrid_backend.kernels.cpu.judging import NativeJudging
 from hybrid_backend.kernels.cpu.library import isas, native
-from hybrid_backend.kernels.cpu.mailbox import STEPS, HostLists, Mailboxes, QuestionBoxes, RequestBoxes
+from hybrid_backend.kernels.cpu.mailbox import STEPS, HostLists, Mailboxes, QueryShape, QuestionBoxes, RequestBoxes
 from hybrid_backend.kernels.cpu.operations import attend_prompt
 from hybrid_backend.kernels.cpu.partial import NativeTicket, Pool, partial
 
@@ -23,6 +23,7 @@ __all__ = [
     "NativeJudging",
     "NativeTicket",
     "Pool",
+    "QueryShape",
     "QuestionBoxes",
     "RequestBoxes",
     "attend_prompt",

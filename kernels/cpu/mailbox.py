@@ -15,6 +15,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.interface import CONSTANTS
 from hybrid_backend.kernels.cpu.partial import Pool
+from hybrid_backend.kernels.kv_format import head_dim_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,20 +32,20 @@ class Mailbox:
 
     The device writes the query and the lists (unless the host keeps them), then the step's number to ``asked_flag``.
     The server writes the partial, then the same number to ``answered``. Numbers go up. The partial crosses the bus in
-    the dtype of the cache; the sum that it is merged into is rounded to that dtype as well.
+    the model's dtype; the sum that it is merged into is rounded to that dtype as well.
 
     A row without pages, or of a request that was released, gets the empty partial: ``lse`` is -inf, and ``out`` keeps
     its old content. So ``out`` must not be used where ``lse`` is -inf, not even times 0, as it may be NaN.
     """
 
     q: Tensor
-    """``[rows, heads, head_dim]`` in the dtype of the cache."""
+    """``[rows, heads, head_dim]`` in the model's dtype."""
     ids: Tensor
     """``[rows, lists, capacity]`` int32 host pages, whole ones; empty if the host keeps the lists."""
     counts: Tensor
     """``[rows, lists]`` int32 pages of each list; empty if the host keeps the lists."""
     out: Tensor
-    """``[rows, heads, head_dim]`` in the dtype of the cache; undefined where ``lse`` is -inf."""
+    """``[rows, heads, head_dim]`` in the model's dtype; undefined where ``lse`` is -inf."""
     lse: Tensor
     """``[rows, heads]`` fp32, natural log."""
     asked_flag: Tensor
@@ -58,6 +59,15 @@ class Mailbox:
     def nbytes(self) -> int:
         """Host memory of the box, in bytes."""
         return sum(tensor.nbytes for tensor in vars(self).values())
+
+
+class QueryShape(NamedTuple):
+    """Queries of a model, and so the partials of its questions' answers."""
+
+    heads: int
+    """Query heads."""
+    dtype: torch.dtype
+    """The model's dtype, which pages in 8 bits do not tell."""
 
 
 class HostLists(NamedTuple):
@@ -82,7 +92,7 @@ class RequestBoxes:
     """
 
     q: Tensor
-    """``[requests, heads, head_dim]`` in the dtype of the cache."""
+    """``[requests, heads, head_dim]`` in the model's dtype."""
     ids: Tensor
     """``[requests, capacity]`` int32 host pages, whole ones."""
     counts: Tensor
@@ -90,7 +100,7 @@ class RequestBoxes:
     layer: Tensor
     """``[requests]`` int32 position of the layer (`QuestionBoxes.position`)."""
     out: Tensor
-    """``[requests, heads, head_dim]`` in the dtype of the cache; 0 where ``lse`` is -inf."""
+    """``[requests, heads, head_dim]`` in the model's dtype; 0 where ``lse`` is -inf."""
     lse: Tensor
     """``[requests, heads]`` fp32, natural log."""
     asked_flag: Tensor
@@ -133,13 +143,13 @@ class _Server:
 
     _handle: int | None = None
 
-    def _serve(self, pool: Pool, layer: Tensor, heads: int, scale: float, boxes: Any) -> None:
+    def _serve(self, pool: Pool, layer: Tensor, q: Tensor, scale: float, boxes: Any) -> None:
         """Start the thread.
 
         Args:
             pool: pool whose threads help.
             layer: any layer of the questions; all have its shape but for the number of pages.
-            heads: query heads.
+            q: ``[rows, heads, head_dim]`` queries of a box.
             scale: factor of the logits.
             boxes: array of `lib.MailboxArgs`.
 
@@ -147,8 +157,8 @@ class _Server:
             WorkerError: a shape that the kernels lack.
         """
         self._native = lib.native()
-        _, kv_heads, _, page_size, dim = layer.shape
-        model = lib.model_of(layer.dtype, kv_heads, heads, dim, page_size, scale)
+        (_, kv_heads, _, page_size, _), (_, heads, dim) = layer.shape, q.shape
+        model = lib.model_of(q.dtype, kv_heads, heads, dim, page_size, scale, kv_dtype=layer.dtype)
         cpu = -1 if pool.server_cpu is None else pool.server_cpu
         self._handle = self._native.hb_mail_new(pool.handle, ctypes.byref(model), boxes, len(boxes), cpu)
         if not self._handle:
@@ -182,7 +192,7 @@ class Mailboxes(_Server):
     Args:
         pool: pool whose threads help.
         layers: host pages ``[pages, kv_heads, 2, page_size, head_dim]`` by layer.
-        heads: query heads.
+        queries: query heads and dtype.
         rows: rows of a step at most.
         lists: number of lists (1, or one per KV head) and pages of a list at most, by layer; (0, 0) for a layer of
             ``host_lists``.
@@ -199,7 +209,7 @@ class Mailboxes(_Server):
         self,
         pool: Pool,
         layers: Mapping[int, Tensor],
-        heads: int,
+        queries: QueryShape,
         rows: int,
         lists: Mapping[int, tuple[int, int]],
         scale: float,
@@ -209,15 +219,15 @@ class Mailboxes(_Server):
     ) -> None:
         self._keep = (pool, dict(layers), current, dict(host_lists))
         first = next(iter(layers.values()))
-        kv_heads, dim = first.shape[1], first.shape[4]
+        kv_heads, dim, (heads, dtype) = first.shape[1], head_dim_of(first), queries
         self.requests = _pinned(rows, dtype=torch.int64)
         self.generations = _pinned(rows, dtype=torch.int64)
         self.layers = {
             layer: Mailbox(
-                q=_pinned(rows, heads, dim, dtype=first.dtype),
+                q=_pinned(rows, heads, dim, dtype=dtype),
                 ids=_pinned(rows, *lists[layer]),
                 counts=_pinned(rows, lists[layer][0]),
-                out=_pinned(rows, heads, dim, dtype=first.dtype),
+                out=_pinned(rows, heads, dim, dtype=dtype),
                 lse=_pinned(rows, heads, dtype=torch.float32),
                 asked_flag=_pinned(_LINE),
                 answered=_pinned(_LINE),
@@ -241,7 +251,7 @@ class Mailboxes(_Server):
             if current is not None:
                 args.request, args.generation = self.requests.data_ptr(), self.generations.data_ptr()
                 args.current = current.data_ptr()
-        self._serve(pool, first, heads, scale, boxes)
+        self._serve(pool, first, next(iter(self.layers.values())).q, scale, boxes)
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +279,7 @@ class QuestionBoxes(RequestBoxes, _Server):
     Args:
         pool: pool whose threads help.
         layers: host pages ``[pages, kv_heads, 2, page_size, head_dim]`` by layer, alike but for the number of pages.
-        heads: query heads.
+        queries: query heads and dtype.
         requests: requests that run at once at most.
         capacity: pages of a sequence at most.
         scale: factor of the logits.
@@ -282,19 +292,19 @@ class QuestionBoxes(RequestBoxes, _Server):
         self,
         pool: Pool,
         layers: Mapping[int, Tensor],
-        heads: int,
+        queries: QueryShape,
         requests: int,
         capacity: int,
         scale: float,
     ) -> None:
         first = next(iter(layers.values()))
-        dim = first.shape[4]
+        dim, (heads, dtype) = head_dim_of(first), queries
         super().__init__(
-            q=_pinned(requests, heads, dim, dtype=first.dtype),
+            q=_pinned(requests, heads, dim, dtype=dtype),
             ids=_pinned(requests, capacity),
             counts=_pinned(requests),
             layer=_pinned(requests),
-            out=_pinned(requests, heads, dim, dtype=first.dtype),
+            out=_pinned(requests, heads, dim, dtype=dtype),
             lse=_pinned(requests, heads, dtype=torch.float32),
             asked_flag=_pinned(requests, _LINE),
             answered=_pinned(requests, _LINE),
@@ -310,7 +320,7 @@ class QuestionBoxes(RequestBoxes, _Server):
             args.caches, args.caches_count = ctypes.addressof(caches), len(layers)
             for field in fields(RequestBoxes):
                 setattr(args, field.name, getattr(self, field.name)[request].data_ptr())
-        self._serve(pool, first, heads, scale, boxes)
+        self._serve(pool, first, self.q, scale, boxes)
 
     def failure(self, request: int) -> str:
         """Return the error of the request's last failed question."""

@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.operations import check_one_query
 from hybrid_backend.kernels.triton.common import dot, group_block, kernel, precision_of
+from hybrid_backend.kernels.triton.encoding import numbers, scales_at, weighed
 
 _TILE = 64  # tokens that a program attends at once, at most
 _TILE_BYTES = 16384  # bytes of a tile of K; two tiles of K and of V fit the shared memory of every GPU since sm_80
+_ENCODED_CHANNELS = 128  # of K and V in 8 bits; tiles of more channels are half as large
 _MAX_PARTS = 32
 _BUSY = 0.85  # busy share of the processors' time above which lists are not cut further
 
@@ -31,13 +34,18 @@ def _tile_of_keys(page, first, count, head, PAGE: tl.constexpr, DIM: tl.constexp
                   TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens.
 
-    ``page`` comes from `_pages_of_tile`, and ``head`` is one of the ``KV_HEADS`` heads of a page.
+    ``page`` comes from `_pages_of_tile`, and ``head`` is one of the ``KV_HEADS`` heads of a page of ``kv``. The last
+    result points to the scales of keys in 8 bits.
     """
     token = first + tl.arange(0, TILE)
     listed, page = token < count, page.to(tl.int64)
-    row = ((page * KV_HEADS + head) * 2 * PAGE + token % PAGE) * DIM
+    head_page, slot = page * KV_HEADS + head, token % PAGE
+    if kv.dtype.element_ty == tl.int8:
+        row, scale_at = head_page * (2 * PAGE * (DIM + 2)) + slot * DIM, scales_at(kv, head_page, slot, PAGE, DIM)
+    else:
+        row, scale_at = head_page * (2 * PAGE * DIM) + slot * DIM, slot
     channel = tl.arange(0, BLOCK_D)
-    return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :]
+    return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :], scale_at
 
 
 @kernel("q", "kv", "out")
@@ -46,6 +54,7 @@ def _partial_kernel(q, kv, ids, tokens, begins, out, lse, scale, row_stride, lis
                     PER_HEAD: tl.constexpr, STORE_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr,
                     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    ENCODED: tl.constexpr = kv.dtype.element_ty == tl.int8
     if ids is not None:
         ids += row * row_stride
         if PER_HEAD:
@@ -68,18 +77,26 @@ def _partial_kernel(q, kv, ids, tokens, begins, out, lse, scale, row_stride, lis
     sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     page = _pages_of_tile(ids, first, end, PAGE, TILE)
     for start in range(first, end, TILE):
-        offsets, listed, mask = _tile_of_keys(page, start, end, store_head, PAGE, DIM, STORE_HEADS, TILE, BLOCK_D)
+        offsets, listed, mask, scale_at = _tile_of_keys(
+            kv, page, start, end, store_head, PAGE, DIM, STORE_HEADS, TILE, BLOCK_D
+        )
         # The next tile's pages are loaded a tile early, so that its K and V can be requested during this tile's math.
         page = _pages_of_tile(ids, start + TILE, end, PAGE, TILE)
-        keys = tl.load(kv + offsets, mask=mask, other=0.0)
+        keys = numbers(tl.load(kv + offsets, mask=mask, other=0.0), query)
         logits = dot(query, tl.trans(keys), PRECISION) * (scale * 1.4426950408889634)
+        if ENCODED:
+            logits *= tl.load(scale_at, mask=listed, other=0.0).to(tl.float32)[None, :]
         logits = tl.where(listed[None, :], logits, float("-inf"))
         new = tl.maximum(highest, tl.max(logits, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # avoids NaN while every logit is -inf
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(highest - base)
-        values = tl.load(kv + offsets + PAGE * DIM, mask=mask, other=0.0)
-        sums = sums * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
+        values = numbers(tl.load(kv + offsets + PAGE * DIM, mask=mask, other=0.0), query)
+        if ENCODED:
+            value_scales = tl.load(scale_at + PAGE, mask=listed, other=0.0).to(tl.float32)
+            sums = sums * shrink[:, None] + weighed(weights, values, value_scales, PRECISION)
+        else:
+            sums = sums * shrink[:, None] + dot(weights.to(values.dtype), values, PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         highest = new
     some = total > 0
@@ -104,9 +121,13 @@ def _weights_kernel(q, kv, ids, places, tokens, lse, average, scale, alpha, row_
         live = (g < GROUP)[:, None] & (d < DIM)[None, :]
         query = tl.load(q + heads[:, None] * DIM + d[None, :], mask=live, other=0.0)
         page = _pages_of_tile(ids, first, count, PAGE, TILE)
-        offsets, listed, mask = _tile_of_keys(page, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D)
-        keys = tl.load(kv + offsets, mask=mask, other=0.0)
+        offsets, listed, mask, scale_at = _tile_of_keys(
+            kv, page, first, count, head, PAGE, DIM, KV_HEADS, TILE, BLOCK_D
+        )
+        keys = numbers(tl.load(kv + offsets, mask=mask, other=0.0), query)
         logits = dot(query, tl.trans(keys), PRECISION) * scale
+        if kv.dtype.element_ty == tl.int8:
+            logits *= tl.load(scale_at, mask=listed, other=0.0).to(tl.float32)[None, :]
         shares = tl.exp(logits - tl.load(lse + heads, mask=g < GROUP, other=0.0)[:, None])
         shares = tl.where((g < GROUP)[:, None], shares, 0.0)
         new = tl.max(shares, 0) if LARGEST else tl.sum(shares, 0) / GROUP
@@ -127,8 +148,13 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
     return most
 
 
-def _tile_of(kv: Tensor) -> int:
-    """Return the tokens of K and V that a program of `paged_partial` attends at once: at least 16, for tensor cores."""
+def _tile_of(kv: Tensor, dtype: torch.dtype) -> int:
+    """Return the tokens of K and V that a program of `paged_partial` attends at once, for queries of ``dtype``.
+
+    There are at least 16, for tensor cores. In 8 bits there are as many as a program decodes without spilling registers.
+    """
+    if kv.dtype is torch.int8:
+        return _TILE // 2 if dtype == torch.float32 or head_dim_of(kv) > _ENCODED_CHANNELS else _TILE
     row_bytes = int(triton.next_power_of_2(kv.shape[4])) * kv.element_size()
     return max(16, min(_TILE, _TILE_BYTES // row_bytes))
 
@@ -150,7 +176,7 @@ def paged_partial(
         row_stride, list_stride = (0, 0) if ids is None else (ids.stride(0), ids.stride(1) * (ids.shape[1] > 1))
         _partial_kernel[(rows, kv_heads, num_parts)](
             q, kv, ids, tokens, begins, out, lse, scale, row_stride, list_stride, num_parts, lse.stride(1),
-            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _tile_of(kv),
+            kv_heads, group, page_size, dim, lists > 1, kv.shape[1], _tile_of(kv, q.dtype),
             group_block(group), triton.next_power_of_2(dim), precision_of(q.dtype),
         )  # fmt: skip
     return out, lse

@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_backend.kernels import codes
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.triton.common import group_block, inverse, kernel, reuses, rounded
+from hybrid_backend.kernels.triton.encoding import scales_at
 
 
 @kernel("keys", "digests", "rotation", "page_stride", "head_stride", "token_stride")
@@ -30,7 +32,11 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         inside = (t < PAGE)[:, None] & (d < DIM)[None, :]
         first = keys + (i.to(tl.int64) if LISTED else page) * page_stride + head * head_stride
         line = t.to(tl.int64)[:, None] * token_stride
+        ENCODED: tl.constexpr = keys.dtype.element_ty == tl.int8
         key = tl.load(first + line + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ENCODED:
+            unit_of = tl.load(scales_at(first, 0, t, PAGE, DIM), mask=t < PAGE, other=0.0).to(tl.float32)
+            key *= unit_of[:, None]
         key = tl.where(tl.abs(key) < LARGEST, key, 0.0)
         high = tl.max(tl.where((t < PAGE)[:, None], key, float("-inf")), 0)
         low = tl.min(tl.where((t < PAGE)[:, None], key, float("inf")), 0)
@@ -53,6 +59,8 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
                 p = from_channel + tl.arange(0, PART)
                 is_loaded = (t < PAGE)[:, None] & (p < DIM)[None, :]
                 part = tl.load(first + line + p[None, :], mask=is_loaded, other=0.0).to(tl.float32)
+                if ENCODED:
+                    part *= unit_of[:, None]
                 part = tl.where(tl.abs(part) < LARGEST, part, 0.0)
                 centre = step * (tl.load(row + p, mask=p < DIM, other=128).to(tl.float32) - 128)
                 part = tl.where(is_loaded, part - centre[None, :], 0.0)
@@ -165,18 +173,22 @@ def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None =
     """Encode the digests of whole pages.
 
     Args:
-        keys: ``[pages, kv_heads, page_size, head_dim]`` with contiguous channels: all pages of the layer. Without
-            ``counts`` only the keys of ``pages``, in order.
+        keys: ``[pages, kv_heads, page_size, head_dim]`` with contiguous channels: all pages of the layer, or, in 8
+            bits, their first halves ``[pages, kv_heads, page_size, width]``. Without ``counts`` only the keys of
+            ``pages``, in order.
         digests: ``[pages, kv_heads, 4 * head_dim]`` uint8, updated in place.
         pages: ``[n]`` int32; -1: no page.
         counts: ``[n]`` int32 tokens of each page; pages that are not whole are skipped. None: all pages are whole.
         appended: ``counts`` has the position of the token that was just written instead.
     """
-    _, kv_heads, page_size, dim = keys.shape
+    (_, kv_heads, page_size, _), dim = keys.shape, head_dim_of(keys)
+    page_stride, head_stride, token_stride = keys.stride()[:3]
+    if keys.dtype is torch.int8:
+        token_stride = dim  # The scales stand behind the rows of K and V.
     layout = codes.Layout(page_size, dim)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
-            keys, digests, codes.rotation(dim, keys.device), pages, counts, *keys.stride()[:3],
+            keys, digests, codes.rotation(dim, keys.device), pages, counts, page_stride, head_stride, token_stride,
             kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
             codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, counts is None, appended,
             triton.next_power_of_2(page_size), triton.next_power_of_2(dim),

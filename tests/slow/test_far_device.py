@@ -58,6 +58,25 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
     play([engine(device, name, spec(2, dtype=dtype), **keys)], tolerance=1e-4 if dtype is torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "keys"),
+    [
+        *((name, torch.float32, {}) for name in ("scout", "infinigen", "headinfer", "dense", "clo")),
+        ("scout", torch.bfloat16, {"selection": {"digest": "minmax"}}),
+        ("scout", torch.float32, {"selection": {"digest": "codes", "granularity": "kv_head"}}),
+        ("headinfer", torch.float32, {"headinfer": {"resident_heads": ["0:1"], "window_heads": ["1:0"]}}),
+    ],
+    ids=str,
+)
+def test_pages_in_8_bits_on_a_device_that_is_not_the_host(
+    device: torch.device, name: str, dtype: torch.dtype, keys: dict[str, object]
+) -> None:
+    """Exact layers lie on the device whole, and all else passes through frames and staging buffers, in 8 bits."""
+    model = replace(spec(2, dtype=dtype), kv_dtype=torch.int8)
+    made = engine(device, name, model, kv_dtype="int8", **keys)
+    play([made], SHORT_LIFE, tolerance=1e-4 if dtype is torch.float32 else 3e-2)
+
+
 @METHODS
 def test_a_captured_step_never_waits_for_the_device(device: torch.device, name: str) -> None:
     """Every launch of a decode step could be captured: nothing reads a value back, every copy is a plain one. And the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Life(RuleBasedStateMachine):
     """
 
     method = "scout"
+    kv_dtype = "auto"
 
     @initialize(
         sparse=st.sampled_from(["never", "auto", "always"]),
@@ -66,8 +68,11 @@ class Life(RuleBasedStateMachine):
             },
             clo={"eta": 0.3, "persistent": ["0:0", "0:1", "3:1"]},
             metrics={"sample_interval": 7},
+            kv_dtype=self.kv_dtype,
         )
         model = spec(layers=4, windows=(None, None, 24, None))
+        if self.kv_dtype == "int8":
+            model = replace(model, kv_dtype=torch.int8)
         self.engine = Engine(cfg, model, max_requests=MAX_REQUESTS, seed=seed, is_witnessed=True)
         self.count = 0
 
@@ -136,8 +141,13 @@ class Life(RuleBasedStateMachine):
         for s in self.engine.sequences.values():
             for layer in range(self.engine.model.num_layers):
                 for t in range(0, s.tokens, 7):
-                    page = self.engine.kv[layer][s.pages[t // PAGE]]
-                    assert torch.equal(page[:, :, t % PAGE], s.kv[layer][t]), f"{s.name}: layer {layer}, token {t}"
+                    written = self.content(layer, self.engine.kv[layer][s.pages[t // PAGE]])[:, :, t % PAGE]
+                    assert torch.equal(written, s.kv[layer][t]), f"{s.name}: layer {layer}, token {t}"
+
+    def content(self, layer: int, page: torch.Tensor) -> torch.Tensor:
+        """Return K and V of a page, ``[kv_heads, 2, page_size, head_dim]``, decoded."""
+        kv = self.engine._format(layer)
+        return torch.stack(kv.decode(page), 1) if kv.is_int8 else page
 
     @invariant()
     def frames_belong_to_running_requests_and_equal_their_host_pages(self) -> None:
@@ -176,8 +186,9 @@ class Life(RuleBasedStateMachine):
     def is_copy(self, layer: int, name: str, page: int, frame: int) -> None:
         request = self.engine.sequences[name]
         tokens = min(PAGE, request.tokens - page * PAGE)
-        copy = self.engine.runtime.tiers.frames.layers[layer][frame]
-        assert torch.equal(copy[:, :, :tokens], self.engine.kv[layer][request.pages[page]][:, :, :tokens])
+        pages = self.engine.runtime.tiers.frames.layers[layer][frame], self.engine.kv[layer][request.pages[page]]
+        copy, source = (self.content(layer, x)[:, :, :tokens] for x in pages)
+        assert torch.equal(copy, source)
 
     def clo_s_frames_hold_what_belongs_there(self, method: Clo, name: str, index: int) -> None:
         """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last."""
@@ -234,9 +245,9 @@ class Life(RuleBasedStateMachine):
             self.engine.close()
 
 
-def lives_of(method: str, examples: int = 40) -> Any:
+def lives_of(method: str, examples: int = 40, kv_dtype: str = "auto") -> Any:
     """Return the test case of a method."""
-    machine = type(f"LifeOf{method.title()}", (Life,), {"method": method})
+    machine = type(f"LifeOf{method.title()}", (Life,), {"method": method, "kv_dtype": kv_dtype})
     # No shrinking: it takes minutes here; the printed blob reproduces a failure.
     phases = [Phase.explicit, Phase.reuse, Phase.generate]
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40, phases=phases)
@@ -250,3 +261,8 @@ TestEveryLifeOfHeadInfer = lives_of("headinfer")
 TestEveryLifeOfHgca = lives_of("hgca")
 TestEveryLifeOfInfiniGen = lives_of("infinigen")
 TestEveryLifeOfQuest = lives_of("quest")
+TestEveryLifeOfScoutIn8Bits = lives_of("scout", kv_dtype="int8")
+TestEveryLifeOfCloIn8Bits = lives_of("clo", 15, "int8")
+TestEveryLifeOfDenseIn8Bits = lives_of("dense", 15, "int8")
+TestEveryLifeOfHeadInferIn8Bits = lives_of("headinfer", 15, "int8")
+TestEveryLifeOfInfiniGenIn8Bits = lives_of("infinigen", 15, "int8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.slow.test_far_device import FRAMES
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import capture, late
 from tests.support.gpu import ON_GPU
-from tests.support.harness import PAGE, Engine, config, spec
+from tests.support.harness import INT8_ERROR, PAGE, Engine, config, spec
 from tests.support.streams import STREAMS, Event, Graph, Order, Stream, current_stream, graph
 
 LAYERS, STEPS, FEW = 3, 100, 30
@@ -23,18 +24,20 @@ of_the_simulation = pytest.mark.skipif(ON_GPU, reason="a GPU's streams go on as 
 
 def check_steps(
     device: torch.device, method: str, steps: int, order: Order | None = None, digest: str = "minmax",
-    interval: int = 1,
+    interval: int = 1, kv_dtype: str = "auto",
 ) -> None:  # fmt: skip
     """Requests that come, grow out of their frames and go, decoded beside the same on a CPU: by native kernels, or by
     the oracle's where pages have codes, whose sums the native kernels round."""
-    kernels = "torch" if digest == "codes" else "native"
+    kernels = "torch" if digest == "codes" or kv_dtype == "int8" else "native"
     keys = {
         "method": method, "frames_per_request": FRAMES - 1, "exact_layers": [0], "whole_layers": [0],
         "budget_factors": [1, 0.75, 1.25],
         "recall": {"intervals": 2}, "metrics": {"sample_interval": 1},
-        "selection": {"digest": digest, "interval": interval},
+        "selection": {"digest": digest, "interval": interval}, "kv_dtype": kv_dtype,
     }  # fmt: skip
-    shape = spec(LAYERS)
+    shape, tolerance = spec(LAYERS), 1e-4
+    if kv_dtype == "int8":
+        shape, tolerance = replace(shape, kv_dtype=torch.int8), INT8_ERROR
     far = Engine(config(**keys), shape, num_pages=64, max_requests=ROWS, device=device)
     near = Engine(config(**keys, device_kernels=kernels), shape, num_pages=64, max_requests=ROWS)
     replay_as_a_graph(far, capture)
@@ -53,7 +56,7 @@ def check_steps(
             work = dict.fromkeys(far.sequences, 1)
             found, expected = (each.step(work, lookahead_noise=0.3, tolerance=None) for each in (far, near))
             for name in work:
-                assert (found[name] - expected[name]).abs().max() < 1e-4, f"request {name} in step {step}"
+                assert (found[name] - expected[name]).abs().max() < tolerance, f"request {name} in step {step}"
     assert sum(layer.recalled_pages for layer in far.runtime.stats.layers) > steps // 2, "too little is copied"
 
 
@@ -73,6 +76,13 @@ def test_selections_that_last_are_split_right_in_whatever_order_the_streams_go_o
 def test_pages_chosen_by_codes_are_the_same_ones(device: torch.device) -> None:
     """Built of a prompt's keys while they cross to the host pool, and when a page that grows is full."""
     check_steps(device, "scout", FEW, digest="codes")
+
+
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
+@pytest.mark.parametrize("digest", ["minmax", "minmax_int8"])
+def test_steps_over_pages_in_8_bits_are_right_in_any_order(device: torch.device, method: str, digest: str) -> None:
+    """Digests of a prompt are of the rounded keys, which nobody reads back from the host pool."""
+    check_steps(device, method, FEW, digest=digest, kv_dtype="int8")
 
 
 @of_the_simulation

@@ -22,6 +22,7 @@ from tests.support.opened import OPENED
 
 PAGE = 16
 WITNESSED = 2e-5  # of outputs in fp32, against fp64
+INT8_ERROR = 3e-4  # the same over pages in 8 bits: kernels of VNNI keep 16 bits of queries and weights
 METHODS: dict[str, dict[str, Any]] = {
     "quest": {"method": "quest"},
     "scout": {"method": "scout"},
@@ -210,6 +211,8 @@ class Engine:
         fp64 of exactly what the method says that it attended.
         """
         m = self.model
+        least = 0.0 if m.kv_dtype is None else INT8_ERROR
+        tolerance = None if tolerance is None else max(tolerance, least)
         if self.witness is not None:
             self.witness.begin()
         step, query_start = self._begin(work)
@@ -244,7 +247,8 @@ class Engine:
                     attended = self._attended(self.witness, layer, step, name)
                     if tolerance is None or (attended is not None and not attended.is_everything):
                         expected = self.dense(name, layer, queries[layer][mine], attended)
-                        self._compare(name, layer, out[mine], expected, WITNESSED, "attention of what it attended")
+                        limit = max(WITNESSED, least)
+                        self._compare(name, layer, out[mine], expected, limit, "attention of what it attended")
                 if self.model.kv_dtype is not None:  # A prompt chunk attends itself as computed, later ones as stored.
                     sequence.kv[layer][-len(stored) :] = list(stored)
         self.runtime.end_step(step)

@@ -31,6 +31,7 @@ def interpret_triton() -> None:
         _leave_out_overflow_checks()
         _leave_out_overlap()
         _take_any_mask()
+        _round_to_bfloat16()
     finally:
         del os.environ["TRITON_INTERPRET"]
 
@@ -64,6 +65,24 @@ def _take_any_mask() -> None:
     InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *args: store(
         self, ptrs, value, of_bools(mask), *args
     )
+
+
+def _round_to_bfloat16() -> None:
+    """The interpreter cuts the lower half of fp32 off to make bf16, where a GPU rounds to nearest even."""
+    import numpy as np
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounding_cast(self: Any, source: Any, to: Any) -> Any:
+        if source.dtype.scalar != float32 or to.scalar != bfloat16:
+            return cast(self, source, to)
+        bits = source.data.view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        return TensorHandle(np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16), bfloat16)
+
+    InterpreterBuilder.cast_impl = rounding_cast
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:

@@ -175,6 +175,11 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         lambda s: f"{s.cache.cache_dtype} instead of {s.dtype}",
     ),
     Refusal(
+        "a KV cache in 8 bits on a GPU",
+        lambda s: s.device.type == "cuda" and s.cache.cache_dtype == INT8,
+        "use --kv-cache-dtype auto and kv_dtype: auto",
+    ),
+    Refusal(
         "KV connectors with a KV cache in 8 bits",
         lambda s: s.cache.cache_dtype == INT8 and s.vllm_config.kv_transfer_config is not None,
         "leave out --kv-transfer-config, or use --kv-cache-dtype auto",

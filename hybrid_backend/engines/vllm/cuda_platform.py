@@ -90,7 +90,7 @@ def fit_device(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int)
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     try:
-        shape = _rank_shape(vllm_config)
+        shape = replace(_rank_shape(vllm_config), kv_dtype=config.kv_dtype)
     except ModelError as error:
         return (f"how many requests fit the GPU is not known ({error}); if it runs out of memory, set --max-num-seqs",)
     room = MemoryRoom(device_bytes, 0, scheduler.max_num_batched_tokens, utilization=cache.gpu_memory_utilization)

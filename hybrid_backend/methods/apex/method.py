@@ -54,6 +54,7 @@ class Apex(WaitingMethod):
     """Whole requests: on the device if they fit, else on the CPU."""
 
     name = "apex"
+    reads_int8 = True
     suits_gpu = False
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:

@@ -17,7 +17,7 @@ from hybrid_backend.attention.partial import PageList
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
-from hybrid_backend.kernels.cpu.mailbox import QuestionBoxes, question_bytes
+from hybrid_backend.kernels.cpu.mailbox import QueryShape, QuestionBoxes, question_bytes
 from hybrid_backend.kernels.operations import Counters, RowStates
 from hybrid_backend.methods.apex.rows import settle
 from hybrid_backend.tiers import Tiers
@@ -171,7 +171,8 @@ class BoxQuestions:
         self._kernels = questions
         layers = {layer: tiers.host.layers[layer] for layer in tiers.layout.full_layers(model)}
         requests = tiers.frames.requests
-        self.boxes = QuestionBoxes(workers.native, layers, model.num_heads, requests, columns, model.scale)
+        queries = QueryShape(model.num_heads, model.dtype)
+        self.boxes = QuestionBoxes(workers.native, layers, queries, requests, columns, model.scale)
         self._buffers = _buffers(requests, model, tiers.device)
 
     def begin(self, seconds: float) -> None:

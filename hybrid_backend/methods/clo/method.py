@@ -108,6 +108,7 @@ class Clo(Selective):
     """Cached selections per KV head, which are loaded one layer ahead when the query has changed."""
 
     name = "clo"
+    reads_int8 = True
 
     attends_selection = False  # Heads attend their cached pages.
 

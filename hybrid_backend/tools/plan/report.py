@@ -168,6 +168,11 @@ def make_plan(request: Request) -> Plan:
     device = torch.device("cpu" if room.on_host else "cuda")
     settled = settled_config(request, device)
     request = replace(request, config=settled)
+    if device.type != "cpu" and settled.kv_dtype != "auto" and any(request.shape.attention_windows):
+        raise ConfigError(
+            f"kv_dtype: {settled.kv_dtype} does not serve {request.shape.name} on a GPU, which keeps its layers with a "
+            "sliding window in the engine's own pages; write kv_dtype: auto"
+        )
     candidates: list[Candidate] = [stock]
     for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
         resolve_method(name)

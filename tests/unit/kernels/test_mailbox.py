@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 PAGES, KV_HEADS, GROUP, DIM, PAGE, LAYERS, ROWS, CAPACITY = 64, 2, 3, 64, 16, 3, 4, 8
 SCALE = DIM**-0.5
 
+QUERIES = cpu.QueryShape(KV_HEADS * GROUP, torch.bfloat16)
+
 
 @pytest.fixture(scope="module")
 def layers() -> list[Tensor]:
@@ -40,7 +42,7 @@ def mail(layers: list[Tensor], current: Tensor) -> Iterator[cpu.Mailboxes]:
     with (
         cpu.Pool(2) as pool,
         cpu.Mailboxes(
-            pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(1, CAPACITY)] * LAYERS), SCALE, current=current
+            pool, numbered(layers), QUERIES, ROWS, numbered([(1, CAPACITY)] * LAYERS), SCALE, current=current
         ) as boxes,
     ):
         boxes.requests.copy_(torch.arange(ROWS))
@@ -211,7 +213,7 @@ def test_a_job_that_cannot_be_computed_is_answered_empty_and_told(mail: cpu.Mail
 def test_shapes_without_a_kernel_are_refused(layers: list[Tensor]) -> None:
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="lists"):
         lists = numbered([(5, CAPACITY)] * LAYERS)
-        cpu.Mailboxes(pool, numbered(layers), KV_HEADS * GROUP, ROWS, lists, SCALE)
+        cpu.Mailboxes(pool, numbered(layers), QUERIES, ROWS, lists, SCALE)
 
 
 def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[Tensor], current: Tensor) -> None:
@@ -224,7 +226,7 @@ def test_lists_that_the_host_keeps_are_those_of_the_rows_requests(layers: list[T
     with (
         cpu.Pool(2) as pool,
         cpu.Mailboxes(
-            pool, numbered(layers), KV_HEADS * GROUP, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
+            pool, numbered(layers), QUERIES, ROWS, numbered([(0, 0), *[(1, CAPACITY)] * (LAYERS - 1)]), SCALE,
             current=current, host_lists={0: cpu.HostLists(tokens, whole, whole_pages, host)},
         ) as mail,
     ):  # fmt: skip
@@ -276,7 +278,7 @@ def test_lists_that_the_host_keeps_need_the_rows_requests(layers: list[Tensor]) 
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="requests"):
         tokens = torch.zeros(ROWS, KV_HEADS, dtype=torch.int32)
         kept = cpu.HostLists(tokens, tokens[:, 0].clone(), tokens.clone(), layers[0])
-        cpu.Mailboxes(pool, {0: layers[0]}, KV_HEADS * GROUP, ROWS, {0: (0, 0)}, SCALE, host_lists={0: kept})
+        cpu.Mailboxes(pool, {0: layers[0]}, QUERIES, ROWS, {0: (0, 0)}, SCALE, host_lists={0: kept})
 
 
 def test_the_devices_own_kernels_ask_and_wait(mail: cpu.Mailboxes, layers: list[Tensor]) -> None:

@@ -46,6 +46,9 @@ from tests.support.question_stream import (
 )
 
 
+QUERIES = cpu.QueryShape(HEADS, torch.bfloat16)
+
+
 @pytest.fixture(scope="module")
 def layers() -> dict[int, Tensor]:
     rng = torch.Generator().manual_seed(0)
@@ -54,7 +57,7 @@ def layers() -> dict[int, Tensor]:
 
 @pytest.fixture
 def boxes(layers: dict[int, Tensor]) -> Iterator[cpu.QuestionBoxes]:
-    with cpu.Pool(2) as pool, cpu.QuestionBoxes(pool, layers, HEADS, REQUESTS, CAPACITY, SCALE) as made:
+    with cpu.Pool(2) as pool, cpu.QuestionBoxes(pool, layers, QUERIES, REQUESTS, CAPACITY, SCALE) as made:
         yield made
 
 
@@ -261,7 +264,7 @@ def test_places_of_rows_are_published_for_their_step() -> None:
 def test_a_long_question_of_one_request_does_not_change_anothers_answer(layers: dict[int, Tensor]) -> None:
     """A short one that is asked while the long one is computed, and a long one that is asked again meanwhile."""
     again, overlapped = 300, 0
-    with cpu.Pool(2) as pool, cpu.QuestionBoxes(pool, layers, HEADS, 2, again * PAGES, SCALE) as boxes:
+    with cpu.Pool(2) as pool, cpu.QuestionBoxes(pool, layers, QUERIES, 2, again * PAGES, SCALE) as boxes:
         stream = Stream(boxes)
         for turn in range(200):  # five, or until a busy machine lets one overlap
             asked, short = question(2, turn, PAGES), question(7, turn, 5)
@@ -285,7 +288,10 @@ def test_the_size_is_known_before_anything_is_allocated(
     dtype: torch.dtype, requests: int, capacity: int, heads: int
 ) -> None:
     pages = {0: torch.zeros(4, 2, 2, PAGE, DIM, dtype=dtype)}
-    with cpu.Pool(1) as pool, cpu.QuestionBoxes(pool, pages, heads, requests, capacity, SCALE) as boxes:
+    with (
+        cpu.Pool(1) as pool,
+        cpu.QuestionBoxes(pool, pages, cpu.QueryShape(heads, dtype), requests, capacity, SCALE) as boxes,
+    ):
         assert boxes.nbytes == question_bytes(requests, capacity, heads, DIM, dtype.itemsize)
         assert boxes.q.shape == (requests, heads, DIM) and boxes.q.dtype == dtype
         assert boxes.ids.shape == (requests, capacity)
@@ -294,7 +300,7 @@ def test_the_size_is_known_before_anything_is_allocated(
 def test_shapes_without_a_kernel_are_refused(layers: dict[int, Tensor]) -> None:
     small = torch.zeros(4, KV_HEADS, 2, 8, DIM, dtype=torch.bfloat16)
     with cpu.Pool(1) as pool, pytest.raises(WorkerError, match="page_size"):
-        cpu.QuestionBoxes(pool, {0: small}, HEADS, REQUESTS, CAPACITY, SCALE)
+        cpu.QuestionBoxes(pool, {0: small}, QUERIES, REQUESTS, CAPACITY, SCALE)
 
 
 def test_a_server_that_is_gone_answers_nothing_and_holds_up_nothing(boxes: cpu.QuestionBoxes) -> None:

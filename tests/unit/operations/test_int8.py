@@ -17,10 +17,13 @@ from hybrid_backend.kernels.operations import Operations
 from tests.unit.implementations import over_implementations
 from tests.unit.operations.cases import DTYPES, SEEDS, ints, same_bits, shuffled
 
-NAMES = ["oracle", "native"]
 ERROR = 2e-4
 """Largest error of attention over pages in 8 bits, of outputs whose values are about 1, against fp64 over the decoded
-pages: kernels of VNNI keep 16 bits of queries and of weights."""
+pages: kernels of VNNI keep 16 bits of queries and of weights. Measured: up to 1.2e-4."""
+TRITON_ERROR = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+"""The same of Triton's kernels, which round weights to the queries' type. Measured: 1.6e-6, 9.1e-4, 7.7e-3."""
+LSE_ERROR = 1e-5
+"""Largest error of their log-sum-exp, which takes fp32 alone. Measured: 2.2e-6."""
 SHAPES = [(1, 4, 64, 16), (2, 3, 80, 32), (2, 8, 128, 64), (1, 1, 256, 16), (1, 2, 512, 16)]
 """KV heads, query heads of each, head_dim, page_size."""
 
@@ -34,6 +37,12 @@ def filled(kv: KvFormat, pages: int, dtype: torch.dtype, rng: torch.Generator) -
     return layer, k, v
 
 
+def errors(operations: Operations, dtype: torch.dtype, peak: float = 1.0) -> tuple[float, float]:
+    """Return the largest errors of outputs and of log-sum-exp of an implementation; ``peak`` is the queries' size."""
+    is_triton = getattr(operations, "__name__", "triton").startswith("hybrid_backend.kernels.triton")
+    return (TRITON_ERROR[dtype], LSE_ERROR) if is_triton else (ERROR * peak, ERROR * peak)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """fp64 attention of ``q`` ``[n, heads, dim]`` over ``[tokens, kv_heads, dim]``, where ``seen`` ``[n, tokens]``."""
     grouped = q.double().unflatten(1, (k.shape[1], -1))
@@ -44,7 +53,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tu
 
 
 @over_implementations(
-    names=NAMES,
     seed=SEEDS,
     dtype=DTYPES,
     shape=st.sampled_from(SHAPES),
@@ -62,6 +70,8 @@ def test_new_tokens_are_quantised_into_page_and_frame_and_digests_are_of_what_is
     pages, requests = shuffled(8, chance)[:rows], shuffled(6, chance)[:rows]
     positions = [chance.choice([size - 1, 0, chance.randrange(size)]) for _ in range(rows)]
     frame_of = torch.tensor([[chance.choice([-1, frame])] for frame in range(6)], dtype=torch.int32)
+    for row in range(rows):
+        frames[frame_of[requests[row], 0]] = host[pages[row]]  # of -1 a frame that is not used
     digests = None
     if digest is not None:
         digests = torch.zeros(digest.shape(8, kv_heads, dim), dtype=digest.dtype(dtype))
@@ -86,7 +96,7 @@ def test_new_tokens_are_quantised_into_page_and_frame_and_digests_are_of_what_is
 
 
 @over_implementations(
-    names=["native"],
+    names=["native", "triton"],
     seed=SEEDS,
     dtype=DTYPES,
     shape=st.sampled_from(SHAPES),
@@ -110,7 +120,6 @@ def test_digests_built_from_pages_are_the_oracle_s(
 
 
 @over_implementations(
-    names=NAMES,
     seed=SEEDS,
     dtype=DTYPES,
     shape=st.sampled_from(SHAPES),
@@ -139,9 +148,10 @@ def test_attention_over_pages_is_that_over_what_they_decode_to(
             seen = (torch.arange(len(k)) < tokens[row, min(head, lists - 1)])[None]
             heads = slice(head * group, (head + 1) * group)
             expected, total = attention(q[row : row + 1, heads], k, v, seen, scale)
-            assert (out[row, heads, 0].double() - expected[0]).abs().max() < ERROR * peak
+            out_error, lse_error = errors(operations, dtype, peak)
+            assert (out[row, heads, 0].double() - expected[0]).abs().max() < out_error
             near = (lse[row, heads, 0].double() - total[0]).abs()
-            assert (near[total[0].isfinite()] < ERROR * peak).all() and lse[row, heads, 0][
+            assert (near[total[0].isfinite()] < lse_error).all() and lse[row, heads, 0][
                 ~total[0].isfinite()
             ].isinf().all()
 
@@ -202,7 +212,7 @@ def test_a_prompt_chunk_attends_itself_as_computed_and_earlier_tokens_as_stored(
     assert (out.double() - expected).abs().max() < limit * expected.abs().max()
 
 
-@over_implementations(names=NAMES, seed=SEEDS, dtype=DTYPES, shape=st.sampled_from(SHAPES[:3]), largest=st.booleans())
+@over_implementations(seed=SEEDS, dtype=DTYPES, shape=st.sampled_from(SHAPES[:3]), largest=st.booleans())
 def test_shares_of_tokens_are_those_of_decoded_keys(
     operations: Operations, seed: int, dtype: torch.dtype, shape: tuple[int, ...], largest: bool
 ) -> None:

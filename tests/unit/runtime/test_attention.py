@@ -154,7 +154,7 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(
     position = torch.arange(seq_len - chunk, seq_len)[:, None]
     key = torch.arange(seq_len)[None]
     before = seq_len - chunk
-    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before)
+    old_k, old_v = gather_tokens(pool.flatten(0, 2), pages, 2, 0, before, q.dtype)
     spans = [(h, t, min(t + 16, before)) for h in (0, 1) for t in range(0, before, 16)] if by_head else []
     blocks = [KVBlock((h,), old_k[h : h + 1, a:b], old_v[h : h + 1, a:b]) for h, a, b in spans]
     if before and not by_head:
@@ -163,10 +163,11 @@ def test_prefill_equals_the_oracle_for_every_chunk_and_window(
     column = torch.full((4, chunk, 1), -INF) if sinks is None else sinks[:, None, None].expand(-1, chunk, -1)
     model = ModelSpec(1, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, dtype=torch.float32)
     prompts = TorchPrompts(cast(Operations, oracle), model)
-    (own,) = prompts.own(q, k[before:].float(), v[before:].float(), [(0, chunk)])
+    new = k[before:].float(), v[before:].float()
+    (own,) = prompts.own(q, *new, [(0, chunk)])
     for width, result in (
         (10**9, prompts.attend(q, own, blocks, sinks)),
-        (window, windowed(q, pool.flatten(0, 2), pages, seq_len, 2, 0.25, window, sinks)),
+        (window, windowed(q, new, pool.flatten(0, 2), pages, seq_len, 0.25, window, sinks)),
     ):
         seen = (key <= position) & (key > position - width)
         weights = torch.cat([logits.masked_fill(~seen, -INF), column.double()], 2).softmax(-1)[..., :-1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybrid_backend.batch import ModelSpec
+from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import cpu
 from tests.support.harness import METHODS, PAGE, Engine, config, spec
@@ -17,6 +18,10 @@ from tests.support.in_place import CheckedEngine
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
 
 ERROR = 3e-4  # of outputs that are about 1: kernels of VNNI keep 16 bits of queries and weights
+
+
+ENABLED = ["apex", "clo", "dense", "headinfer", "infinigen", "scout"]
+"""Methods that attend pages in 8 bits with separate tiers."""
 
 
 def int8(**keys: Any) -> ModelSpec:
@@ -28,8 +33,23 @@ def int8(**keys: Any) -> ModelSpec:
 @pytest.mark.parametrize("method", ["quest", "dense"])
 def test_a_life_is_exact_over_what_pages_hold(method: str, sinks: bool, windows: tuple[int | None, ...]) -> None:
     """Chunks, a prefix that is shared, a preemption, requests that come and go."""
-    cfg = config(method=method, kv_dtype="int8", sparse="never")
-    engine = Engine(cfg, int8(windows=windows, sinks=sinks))
+    live(config(method=method, kv_dtype="int8", sparse="never"), int8(windows=windows, sinks=sinks))
+
+
+@pytest.mark.parametrize(
+    ("method", "kernels"), [*((method, "native") for method in ENABLED), ("scout", "torch"), ("dense", "torch")]
+)
+def test_a_life_with_separate_tiers_is_exact_over_what_pages_hold(method: str, kernels: str) -> None:
+    """Of fewer frames than pages: the device tier attends some of them and the workers the others."""
+    keys = {"exact_layers": [1], "frames_per_request": 5, "staging_tokens": 3 * PAGE, "recall": {"intervals": 2}}
+    workers = {"threads": 2, "deadline_seconds": 20, "kernel": kernels}
+    settings = METHODS[method] | keys | {"workers": workers, "device_kernels": kernels}
+    live(config(**settings, kv_dtype="int8", sparse="never"), int8(windows=(None, 20, None), sinks=True))
+
+
+def live(cfg: HybridConfig, model: ModelSpec) -> None:
+    """Play a life of three requests, every output of which is dense attention."""
+    engine = Engine(cfg, model)
     step = {"tolerance": ERROR}
 
     def prefill(name: str, chunk: int) -> None:
@@ -78,7 +98,7 @@ def test_a_pool_holds_almost_twice_the_tokens() -> None:
     assert plain / encoded == 128 / 66 > 1.9
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"quest", "dense"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {*ENABLED, "quest"}))
 def test_other_methods_refuse_8_bits_in_one_line(method: str) -> None:
     cfg = config(**METHODS[method], kv_dtype="int8")
     with pytest.raises(
@@ -87,7 +107,7 @@ def test_other_methods_refuse_8_bits_in_one_line(method: str) -> None:
         Engine(cfg, int8())
 
 
-def test_8_bits_need_the_native_kernels() -> None:
-    cfg = config(method="dense", kv_dtype="int8", device_kernels="torch")
-    with pytest.raises(ConfigError, match="kv_dtype: int8 needs the native CPU kernels, but device_kernels is torch"):
+def test_workers_that_do_not_attend_8_bits_are_refused_in_one_line() -> None:
+    cfg = config(method="scout", kv_dtype="int8", workers={"kernel": "ipex"})
+    with pytest.raises(ConfigError, match=r"workers.kernel: ipex does not attend pages of kv_dtype: int8; write"):
         Engine(cfg, int8())

@@ -270,7 +270,7 @@ def test_the_threads_of_a_gpus_pool_are_where_they_were_placed() -> None:
     pool = make_pool(WorkersConfig(cpus=tuple(may)), Rank(on_gpu=True))
     assert isinstance(pool, NativePool)
     layer = torch.zeros(1, 1, 2, 16, 16)
-    with native.Mailboxes(pool.native, {0: layer}, 1, 1, {0: (1, 1)}, 1.0):
+    with native.Mailboxes(pool.native, {0: layer}, native.QueryShape(1, layer.dtype), 1, {0: (1, 1)}, 1.0):
         ours = [int(task.name) for task in set(Path("/proc/self/task").iterdir()) - before]
         wanted = sorted([*may[: max(1, len(may) - 1)], may[-1]])
         until = time.monotonic() + 20  # a thread pins itself when it begins

@@ -37,6 +37,8 @@ COPY_PROGRAMS = 12
 INT8_BYTE = 1.5
 """Time to attend a byte of K and V in 8 bits, over that of a byte in 16: kernels are about 1.3 times as fast where they
 read 0.52 of the bytes (docs/lab/cpu-kernels.md). Measured on one core with VNNI; without VNNI nothing is gained."""
+GPU_INT8_BYTE = 1.97
+"""The same on a GPU, not measured: a token in 8 bits (130 bytes) is taken to cost as much as one in 16 (256 bytes)."""
 FLAG_SECONDS = 1.5e-6
 """Time of a flag over the bus. Estimate: a device reads host memory over PCIe in 1 to 2 us."""
 
@@ -204,7 +206,8 @@ class Costs(LayerSizes):
 
     def attention(self, kv_bytes: float) -> float:
         """Seconds of our device kernels to attend ``kv_bytes`` in the device's own memory."""
-        return self.times.reading(kv_bytes * (INT8_BYTE if self.shape.kv_dtype == "int8" else 1.0), self.rows)
+        byte = INT8_BYTE if self.hardware.device == "cpu" else GPU_INT8_BYTE
+        return self.times.reading(kv_bytes * (byte if self.shape.kv_dtype == "int8" else 1.0), self.rows)
 
     def stock_attention(self, kv_bytes: float) -> float:
         """Seconds of the stock engine's kernels to attend ``kv_bytes`` in the device's own memory."""
@@ -253,6 +256,8 @@ class Costs(LayerSizes):
         """Seconds of the CPU workers' answer while ``copied_bytes`` leave the same host memory for the device."""
         if not kv_bytes:
             return 0.0
+        if self.shape.kv_dtype == "int8":
+            kv_bytes *= INT8_BYTE
         if self.hardware.device == "cpu":
             return self.times.cpu_reading(kv_bytes)
         return self.times.cpu_reading(kv_bytes, copied_bytes) + FLAG_SECONDS
