@@ -120,7 +120,7 @@ class Start:
         """The engine's speculative decoding; None: one token is decoded at a time."""
         return self.vllm_config.speculative_config
 
-    @property
+    @cached_property
     def attends_in_place(self) -> bool:
         """Tell whether the native decoder attends pages where they lie."""
         shape = self.full_shapes[0]
@@ -204,7 +204,7 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         lambda s: f"method: {s.config.method}",
     ),
     Refusal(
-        "speculative decoding with a draft model, whose layers have no pages here",
+        "speculative decoding by another proposer than n-grams of the prompt",
         lambda s: s.speculative is not None and s.speculative.method != "ngram",
         'write "method": "ngram" in --speculative-config, or leave it out; serve the target model where MODEL is one '
         "that speculates for it",

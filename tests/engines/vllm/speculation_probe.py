@@ -42,7 +42,7 @@ PAGE = 32
 QUEST = {"model": {"match": "*"}, "page_size": PAGE, "method": "quest"}
 SPARSE = QUEST | {"sparse": "always", "budget_tokens": 4 * PAGE, "selection": {"interval": 1}}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-LENGTHS = [20, 300, 500, 90, 61, 33, 128, 250]
+LENGTHS = [20, 300, 420, 90, 61, 33, 128, 64]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def engine(model: Path, hybrid: dict[str, Any] | None, **changes: Any) -> Iterat
     options: dict[str, Any] = {
         "skip_tokenizer_init": True, "dtype": "float32", "block_size": PAGE, "max_model_len": 640, "max_num_seqs": 8,
         "max_num_batched_tokens": 128, "enable_prefix_caching": False, "kv_cache_memory_bytes": 32 << 20,
-        "enforce_eager": True,
+        "enforce_eager": True, "disable_log_stats": False,
     }  # fmt: skip
     if hybrid is not None:
         options |= {"attention_backend": BACKEND, "additional_config": {"hybrid": hybrid}}
@@ -71,7 +71,7 @@ def kept_bytes(llm: LLM) -> int:
     return kept[0]
 
 
-def greedy(tokens: int = 32, **keys: Any) -> SamplingParams:
+def greedy(tokens: int = 24, **keys: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1, **keys)
 
 
@@ -106,7 +106,7 @@ def served(model: Path, hybrid: dict[str, Any] | None, **changes: Any) -> dict[s
         found = {
             "at once": at_once,
             "again": answers(llm, repeating(LENGTHS), greedy()),
-            "alone": answers(llm, repeating(LENGTHS[2:3]), greedy(48)),
+            "alone": answers(llm, repeating(LENGTHS[2:3]), greedy(40)),
             "stopped": answers(llm, repeating(LENGTHS[:1]), greedy(stop_token_ids=[stop])),
             "at least": answers(llm, repeating(LENGTHS[:1]), greedy(stop_token_ids=[stop], min_tokens=12)),
             **drafted(llm),
@@ -144,7 +144,7 @@ def sparse(model: Path) -> dict[str, Any]:
         found |= {"drafted": answers(llm, repeating(LENGTHS), greedy()), **drafted(llm)}
         core = llm.llm_engine
         for number, prompt in enumerate(repeating(LENGTHS)):
-            core.add_request(str(number), prompt, greedy(200))
+            core.add_request(str(number), prompt, greedy(150))
         for step in range(40):
             core.step()
             if step % 5 == 4:
@@ -165,7 +165,7 @@ def sampled(model: Path) -> dict[str, Any]:
             sampling = SamplingParams(
                 temperature=1, max_tokens=4, ignore_eos=True, detokenize=False, logit_bias=bias, n=1
             )  # fmt: skip
-            outputs = llm.generate([prompt] * 1500, sampling, use_tqdm=False)
+            outputs = llm.generate([prompt] * 600, sampling, use_tqdm=False)
             places = [Counter(request.outputs[0].token_ids[place] for request in outputs) for place in (1, 2, 3)]
             found[name] = {"counts": [dict(place) for place in places], **drafted(llm)}
     return found
