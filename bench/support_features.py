@@ -132,6 +132,7 @@ FEATURES: tuple[Feature, ...] = (
         "speculative decoding",
         {"speculative_config": SimpleNamespace(method="ngram")},
         {"arguments.speculative_algorithm": "NGRAM"},
+        "tests/engines/vllm/test_speculation.py",
     ),
     Feature(
         "prefill and decode on different servers",

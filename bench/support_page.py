@@ -198,6 +198,7 @@ def _refusal(settings: Mapping[str, Any], column: str) -> str | None:
             served = vllm.Start(_stand_in({**PLAIN["vllm"], **device, **settings}), config)
             transfer = settings.get("kv_transfer_config")  # of one that we do not know, vLLM would be asked
             vars(served)["has_silent_connector"] = transfer is not None and transfer.kv_connector not in CONNECTORS
+            vars(served)["attends_in_place"] = not column.endswith("CUDA")  # else this machine's kernels would be asked
             refuse(vllm.REFUSALS, served)
     except EngineError as error:
         return str(error)

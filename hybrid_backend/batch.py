@@ -92,8 +92,9 @@ class ModelSpec:
 class Batch:
     """The rows of one scheduler step of the engine, one row per request.
 
-    Row r has the query tokens ``query_start[r]:query_start[r + 1]``. Executors take one query token of a decode row
-    (`DecodeRows.check_one_query`); the row's prompt is computed already. A slot is host page id * page_size + offset.
+    Row r has the query tokens ``query_start[r]:query_start[r + 1]``. The prompt of a decode row is computed already.
+    A decode row has several query tokens if the engine speculates: its last token and drafts of the next ones, some of
+    which the engine may reject. A slot is host page id * page_size + offset.
     """
 
     request_ids: list[str]  # the engine's id of each row's request
@@ -151,6 +152,24 @@ class DecodeRows:
     def gather(self, x: Tensor) -> Tensor:
         """Return the queries of the decode rows, ``[Q, ...]``, of ``x``, ``[tokens of the batch, ...]``."""
         return x[: self.tokens.shape[0]] if self.whole_batch else x.index_select(0, self.tokens.to(x.device))
+
+    def by_query(self, page_size: int) -> DecodeRows:
+        """Return the same queries as rows of their own: R = Q, a row for each query and the tokens up to it."""
+        if self.tokens.shape[0] == self.count:
+            return self
+        counts = self.query_start.diff().long()
+        row_of_query = torch.arange(self.count).repeat_interleave(counts)
+        later_queries = self.query_start[1:][row_of_query] - 1 - torch.arange(len(row_of_query))
+        seq_lens = self.seq_lens[row_of_query] - later_queries
+        return replace(
+            self,
+            request_ids=[self.request_ids[row] for row in row_of_query.tolist()],
+            query_start=torch.arange(len(row_of_query) + 1, dtype=torch.int32),
+            seq_lens=seq_lens,
+            num_pages=(seq_lens + page_size - 1) // page_size,
+            page_table=self.page_table[sent(row_of_query, self.page_table.device)],
+            budgets=None if self.budgets is None else self.budgets[row_of_query],
+        )
 
     def check_one_query(self) -> None:
         """Check that each row has one query, for an executor that attends no more.
@@ -273,14 +292,15 @@ def with_late_prefixes(
         captures_decode_steps: steps of decode rows alone are CUDA graphs, which cannot hold a prefill chunk.
     """
     table, lengths = batch.page_table, batch.seq_lens
+    counts = [end - start for start, end in pairwise(batch.query_start)]
+    # A step in which a row has drafts stores the tokens of all its decode rows before any row selects pages.
     late = {
         r
-        for r, request_id in enumerate(batch.request_ids)
-        if batch.decode[r] and lengths[r] > page_size and lengths[r] % page_size == 1 and not holds(request_id)
+        for r, (request_id, length) in enumerate(zip(batch.request_ids, lengths, strict=True))
+        if batch.decode[r] and counts[r] == 1 and length % page_size == 1 < length and not holds(request_id)
     }
     if not late:
         return batch
-    counts = [end - start for start, end in pairwise(batch.query_start)]
     if captures_decode_steps and max(counts) == 1:
         return batch
     filled_pages = [
@@ -347,7 +367,7 @@ def _fills_prefix(rows: DecodeRows, prefill: list[PrefillRow], page_size: int) -
     An engine's prefix cache offers a page once the token that fills the page is scheduled, not once it is written.
     """
     has_full_prefix = any(row.earlier_tokens and row.earlier_tokens % page_size == 0 for row in prefill)
-    return has_full_prefix and bool((rows.seq_lens % page_size == 0).any())
+    return has_full_prefix and bool((rows.seq_lens % page_size < rows.query_start.diff()).any())
 
 
 def _prefill_row(batch: Batch, row: int, start: int, end: int, page_size: int) -> PrefillRow:

@@ -152,7 +152,7 @@ class HybridRuntime:
         """Return the step of the sliding-window layers, whose page table and page size may be their own."""
         step = make_step(self._steps, batch, page_size)
         if step.decode is not None:
-            step.decode.check_one_query()
+            step.decode = step.decode.by_query(page_size)
         return step
 
     def idle(self) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid_backend.attention.quality import kept_mass
-from hybrid_backend.batch import DecodeRows, ModelSpec, Step
+from hybrid_backend.batch import DecodeRows, ModelSpec, Step, whole_tokens
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.kernels import byte_digests, cpu
 from hybrid_backend.kernels.digest_format import DigestFormat
@@ -25,12 +26,20 @@ from hybrid_backend.tiers import Tiers
 from hybrid_backend.workers import kernel_name
 
 
+class _Rewritten(NamedTuple):
+    """Host pages ``[n]`` int64 whose digests a step computes from their first ``tokens`` ``[n]`` int64 keys."""
+
+    pages: Tensor
+    tokens: Tensor
+
+
 @dataclass(frozen=True)
 class _Plan:
     dense_tokens: int
     dense_pages: int
     unattended_pages: list[int]  # per layer: pages that the rows do not attend if the layer selects
     selecting: Tensor  # [rows] bool: rows that attend fewer pages than they have
+    rewritten: _Rewritten | None  # None: the decoder stores the tokens and adds them to digests
 
 
 def span_bytes(model: ModelSpec, pages: int, layers: int) -> int:
@@ -94,6 +103,9 @@ class InPlaceStep:
         digests, byte_copies = (tiers.digests.layers, tiers.digests.byte_copies) if tiers.digests else ({}, {})
         self._sparse_layers, self._layers = set(digests), len(tiers.host.layers)
         self._sequences: dict[str, int] = {}  # the decoder's name of each request it keeps spans and pages of
+        self._queries: list[int] = []  # the decoder's names of single queries of the last step
+        self._drafted: set[str] = set()
+        """Requests whose last step had drafts, so that the digest of a page may cover tokens that were rejected."""
         self._next_sequence = 0
         self._watch = watch(config, stats, sorted(self._sparse_layers), tiers.host.pages)
         factors = factors_of(type(method), config, digests)
@@ -114,7 +126,8 @@ class InPlaceStep:
     def begin(self, step: Step) -> None:
         rows, config = step.decode, self._config
         assert rows is not None
-        rows.check_one_query()
+        rewritten, sequences = self._drafts(rows)
+        rows = step.decode = rows.by_query(config.page_size)
         budgets = self._method.budgets(rows)
         if self._watch is not None:
             budgets = self._watch.budgets(budgets, rows)
@@ -128,7 +141,7 @@ class InPlaceStep:
             tokens=None if rows.whole_batch else rows.tokens,
             per_head=self._per_head,
             aggregate=config.selection.aggregate,
-            sequences=torch.tensor([self._sequence(request_id) for request_id in rows.request_ids]),
+            sequences=torch.tensor(sequences),
             candidates=config.selection.candidates,
             interval=config.selection.steps_between_looks,
         )
@@ -141,12 +154,55 @@ class InPlaceStep:
             dense_pages=int(rows.num_pages.sum()),
             unattended_pages=unattended.tolist(),
             selecting=selecting,
+            rewritten=rewritten,
         )
+
+    def _drafts(self, rows: DecodeRows) -> tuple[_Rewritten | None, list[int]]:
+        """Return the pages whose digests must be computed from their keys, and the decoder's name of each query.
+
+        The decoder adds a token to the digest of its page, and never takes one back. So where a row has drafts, or had
+        some in its last step, the digests of all pages that the step writes are made anew. No page that a step has
+        written leaves its request before the next step has written the first token behind those that were accepted.
+        """
+        self._forget_queries()
+        counts, page_size = rows.query_start.diff().long(), self._config.page_size
+        has_drafts = (counts > 1).tolist()
+        sequences = list[int]()
+        for request_id, row_has_drafts, count in zip(rows.request_ids, has_drafts, counts.tolist(), strict=True):
+            sequence = self._sequence(request_id)
+            if row_has_drafts:
+                # What was kept for the sequence names pages as of a step whose tokens may be rejected.
+                self._decoder.forget(sequence)
+                self._queries += range(self._next_sequence, self._next_sequence + count)
+                sequences += range(self._next_sequence, self._next_sequence + count)
+                self._next_sequence += count
+            else:
+                sequences.append(sequence)
+        drafted = {request_id for request_id, has in zip(rows.request_ids, has_drafts, strict=True) if has}
+        is_rewritten = bool(drafted) or not self._drafted.isdisjoint(rows.request_ids)
+        self._drafted = (self._drafted - set(rows.request_ids)) | drafted
+        if not is_rewritten:
+            return None, sequences
+        pages, tokens = list[Tensor](), list[Tensor]()
+        for row, (length, count) in enumerate(zip(rows.seq_lens.tolist(), counts.tolist(), strict=True)):
+            columns = torch.arange((length - count) // page_size, -(-length // page_size))
+            pages.append(rows.page_table[row, columns])
+            tokens.append((length - columns * page_size).clamp(max=page_size))
+        return _Rewritten(torch.cat(pages), torch.cat(tokens)), sequences
+
+    def _forget_queries(self) -> None:
+        for sequence in self._queries:
+            self._decoder.forget(sequence)
+        self._queries.clear()
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         plan: _Plan = step.plan
         began = perf_counter()
-        self._decoder.layer(layer, q, k, v, out)
+        if plan.rewritten is None or layer not in self._sparse_layers:
+            self._decoder.layer(layer, q, k, v, out)
+        else:
+            self._rewrite(layer, step, plan.rewritten, k, v)
+            self._decoder.layer(layer, q, None, None, out)
         self._stats.layers[layer].attention_seconds += perf_counter() - began
         is_sparse = layer in self._sparse_layers
         left_out = plan.unattended_pages[layer] if is_sparse else 0  # whole pages: the growing one is always attended
@@ -154,6 +210,15 @@ class InPlaceStep:
         self._stats.looked_up(layer, plan.dense_pages - left_out, plan.dense_pages - left_out)
         if is_sparse and step.decode is not None and self._config.is_sampled(step.number, layer):
             self._sample(layer, step.decode, step.decode.gather(q), plan.selecting.nonzero().flatten(), step.number)
+
+    def _rewrite(self, layer: int, step: Step, rewritten: _Rewritten, k: Tensor, v: Tensor) -> None:
+        """Store K and V of the decode rows, and compute the digests of the pages that they are written to."""
+        rows, tiers = step.decode, self._tiers
+        assert rows is not None and tiers.digests is not None
+        k, v = whole_tokens(rows.gather(k)), whole_tokens(rows.gather(v))
+        pages, offsets = (x.index_select(0, rows.tokens) for x in (step.write_pages, step.write_offsets))
+        tiers.operations.append_tokens(k, v, tiers.host.views[layer], pages, offsets)
+        tiers.digests.rebuild(layer, rewritten.pages, rewritten.tokens)
 
     def abandon(self) -> None:
         """Do nothing, because each call finishes its work."""
@@ -182,6 +247,7 @@ class InPlaceStep:
         return request_id in self._sequences
 
     def release(self, request_id: str) -> None:
+        self._drafted.discard(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._decoder.forget(sequence)

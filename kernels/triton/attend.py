@@ -30,7 +30,7 @@ def _pages_of_tile(ids, first, count, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _tile_of_keys(page, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+def _tile_of_keys(kv, page, first, count, head, PAGE: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr,
                   TILE: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Return the offsets of the K rows of the tokens ``first .. first + TILE``, and the masks of listed tokens.
 
@@ -151,7 +151,7 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 def _tile_of(kv: Tensor, dtype: torch.dtype) -> int:
     """Return the tokens of K and V that a program of `paged_partial` attends at once, for queries of ``dtype``.
 
-    There are at least 16, for tensor cores. In 8 bits there are as many as a program decodes without spilling registers.
+    There are at least 16, for tensor cores. In 8 bits there are as many as a program decodes without spills.
     """
     if kv.dtype is torch.int8:
         return _TILE // 2 if dtype == torch.float32 or head_dim_of(kv) > _ENCODED_CHANNELS else _TILE

@@ -108,13 +108,22 @@ REFUSED: dict[str, Row] = {
         vllm=("--attention-backend CPU_ATTN", "leave it out", "python -m vllm.entrypoints.openai.api_server --model"),
         sglang=("--attention-backend torch_native", "leave it out", "sglang serve"),
     ),
+    "speculative decoding with a method that does not attend in place": Row(
+        vllm=(_NGRAM, "method: scout", "leave out --speculative-config, or serve method quest or dense on a CPU"),
+        options="--set=method=scout",
+    ),
+    "speculative decoding by another proposer than n-grams of the prompt": Row(
+        vllm=(_NGRAM.replace("ngram", "ngram_gpu"), "method: ngram_gpu", 'write "method": "ngram"')
+    ),
+    "speculative decoding of models with layers of other kinds than attention": Row(
+        vllm=(_NGRAM, "leave out --speculative-config"), model="lfm2"
+    ),
     "speculative decoding": Row(
-        vllm=(_NGRAM, "leave out --speculative-config"),
         sglang=(
             "--speculative-algorithm NGRAM --speculative-num-draft-tokens 4",
             "speculative",
             "leave out --speculative-algorithm",
-        ),
+        )
     ),
     "pipeline parallelism": Row(
         vllm=("--pipeline-parallel-size 2", "use --pipeline-parallel-size 1"), sglang=("--pp-size 2", "use --pp-size 1")

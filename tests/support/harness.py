@@ -85,6 +85,7 @@ class Engine:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     is_witnessed: bool = False  # every decoding row is checked against what the method says that it attended
     query_scale: float = 1.0  # of the random queries: larger ones make attention more peaked
+    speculates: bool = False  # several tokens of a request whose prompt is computed are a decode row with drafts
     sequences: dict[str, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -269,6 +270,13 @@ class Engine:
         error = (out.double() - expected).abs().max()
         assert error < tolerance, f"{name}: layer {layer} is off by {error} from {what}"
 
+    def reject(self, name: str, drafts: int) -> None:
+        """Reject the last ``drafts`` tokens of a request. Its pages stay, and its next step writes over the tokens."""
+        sequence = self.sequences[name]
+        sequence.tokens -= drafts
+        for layer in range(self.model.num_layers):
+            sequence.kv[layer] = sequence.kv[layer][: sequence.tokens]
+
     def begin_and_die(self, name: str, is_told: bool) -> None:
         """Start a decode step of one request whose forward raises after the first lookahead; the engine retries it.
         ``is_told``: the runtime hears of it at once, else when the next step begins."""
@@ -297,7 +305,7 @@ class Engine:
         for r, (name, count) in enumerate(work.items()):
             s = self.sequences[name]
             table[r, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
-            decode.append(count == 1 and s.tokens >= s.prompt)
+            decode.append((count == 1 or self.speculates) and s.tokens >= s.prompt)
             seq_lens.append(s.tokens + count)
         there = table.to(self.device), torch.tensor(slots).to(self.device)
         budgets = [self.sequences[name].budget for name in work]

@@ -102,6 +102,9 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
         if device.type not in ("cpu", "cuda"):
             raise EngineError(f"the hybrid backend runs on vLLM's CPU and CUDA engines, not on {device.type}")
         self.session: Session | None = None  # The worker sets it when the KV memory is allocated.
+        speculative = vllm_config.speculative_config
+        self._most_queries = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+        """Most query tokens of a decode row: the last token and the drafts of the next ones."""
         self._is_captured = self.get_cudagraph_support(vllm_config, kv_cache_spec) != AttentionCGSupport.NEVER
 
     def build(
@@ -124,8 +127,9 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             request_ids=request_ids,
             query_start=query_start,
             seq_lens=_sequence_lengths(metadata).tolist(),
+            # A row with more tokens than drafts allow computes an answer again that was preempted.
             decode=[
-                count == 1 and (is_replayed or not is_prefilling)
+                count <= self._most_queries and (is_replayed or not is_prefilling)
                 for count, is_prefilling in zip(counts, metadata.is_prefilling.tolist(), strict=False)
             ],
             page_table=metadata.block_table_tensor,

@@ -24,6 +24,7 @@ from hybrid_backend.engines.vllm import (
 from hybrid_backend.engines.vllm.kv_dtype import INT8
 from hybrid_backend.engines.vllm.layer_kinds import AttentionShape, attention_shapes, full_shape, has_local_layers
 from hybrid_backend.errors import ConfigError, EngineError
+from hybrid_backend.in_place.step import why_not_in_place
 from hybrid_backend.methods import resolve_method
 from hybrid_backend.step.method import looks_ahead
 from hybrid_backend.workers import resolve_kernel
@@ -115,6 +116,18 @@ class Start:
         return not getattr(kind, "updates_digests", False)
 
     @property
+    def speculative(self) -> Any:
+        """The engine's speculative decoding; None: one token is decoded at a time."""
+        return self.vllm_config.speculative_config
+
+    @cached_property
+    def attends_in_place(self) -> bool:
+        """Tell whether the native decoder attends pages where they lie."""
+        shape = self.full_shapes[0]
+        is_possible = not why_not_in_place(self.config, shape.heads, shape.kv_heads, shape.head_dim, self.device)
+        return resolve_method(self.config.method).suits_cpu and is_possible
+
+    @property
     def looks_ahead(self) -> bool:
         """Tell whether the method predicts queries."""
         return looks_ahead(resolve_method(self.config.method), self.config)
@@ -190,9 +203,22 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         "leave out --prefix-match-unit",
     ),
     Refusal(
-        "speculative decoding",
-        lambda s: s.vllm_config.speculative_config is not None,
-        "leave out --speculative-config, or serve the target model where MODEL is one that speculates for it",
+        "speculative decoding with a method that does not attend in place",
+        lambda s: s.speculative is not None and not s.attends_in_place,
+        "leave out --speculative-config, or serve method quest or dense on a CPU",
+        lambda s: f"method: {s.config.method}",
+    ),
+    Refusal(
+        "speculative decoding by another proposer than n-grams of the prompt",
+        lambda s: s.speculative is not None and s.speculative.method != "ngram",
+        'write "method": "ngram" in --speculative-config, or leave it out; serve the target model where MODEL is one '
+        "that speculates for it",
+        lambda s: f"method: {s.speculative.method}",
+    ),
+    Refusal(
+        "speculative decoding of models with layers of other kinds than attention",
+        lambda s: s.speculative is not None and s.model.is_hybrid,
+        "leave out --speculative-config",
     ),
     Refusal(
         "another scheduler, which would use tokens that were computed without the CPU's partials",

@@ -45,7 +45,6 @@ from tests.support.question_stream import (
     question,
 )
 
-
 QUERIES = cpu.QueryShape(HEADS, torch.bfloat16)
 
 
