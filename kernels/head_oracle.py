@@ -1,11 +1,13 @@
-"""The operations over pages of single KV heads in plain torch, and lists of pages in their plain form."""
+"""The operations over labels and pages of single KV heads in plain torch, and lists of pages in their plain form."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hybrid_backend.kernels.operations import Selection, StreamPlan
+from hybrid_backend.kernels.operations import Counters, Selection, StreamPlan
+
+_INF = float("inf")
 
 
 def plan_load(
@@ -65,3 +67,37 @@ def plain_lists(
         return q, ids, tokens
     rows = len(q) * lists
     return q.view(rows, -1, q.shape[2]), ids.reshape(rows, 1, -1), tokens.reshape(rows, 1)
+
+
+def match_labels(
+    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
+    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    group = q.shape[1] // len(thresholds)
+    live = budgets < num_pages
+    owners = requests.where(live, 0).long()
+    row_labels = labels[owners]
+    cosines = cosine(q, row_labels).unflatten(1, (-1, group))  # [rows, kv_heads, group]
+    s = weights.double().view(-1, group)
+    s = s.where((s > 0).any(1, keepdim=True), 1.0)
+    similarity = cosines.masked_fill(s == 0, _INF).amin(-1)
+    if aggregate == "harmonic":
+        mean = s.sum(-1) / (s / cosines).masked_fill(s == 0, 0.0).sum(-1)
+        similarity = mean.where(similarity > 0, similarity)
+    labelled = (row_labels != 0).unflatten(1, (-1, group)).flatten(2).any(-1)
+    hit = labelled & ~cosines.isnan().any(-1) & (similarity >= thresholds)
+    looked_up = live[:, None] & (thresholds != -_INF)
+    missed: Tensor = looked_up & ~hit
+    row, head = missed.repeat_interleave(group, 1).nonzero(as_tuple=True)
+    labels[owners[row], head] = q[row, head]
+    if counters is not None:
+        counters[Counters._fields.index("lookups")] += looked_up.sum()
+        counters[Counters._fields.index("hits")] += (looked_up & hit).sum()
+    return num_pages[:, None] * missed
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Compute cosines in fp64, where squares of fp32 numbers neither overflow nor vanish; 0 where a vector is zero."""
+    a, b = a.double(), b.double()
+    lengths = ((a * a).sum(-1) * (b * b).sum(-1)).sqrt()
+    return ((a * b).sum(-1) / lengths).masked_fill(lengths == 0, 0.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_backend.kernels.digest_format import digest_format_of
-from hybrid_backend.kernels.head_oracle import plain_lists
+from hybrid_backend.kernels.head_oracle import cosine, plain_lists
+from hybrid_backend.kernels.head_oracle import match_labels as match_labels
 from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.kv_format import KvFormat
@@ -157,33 +158,6 @@ def select_pages(
         pages, pages_listed, _front(frames, is_resident, max_pages), resident, tokens,
         missing_pages, _front(column, is_missing, max_pages), missing,
     )  # fmt: skip
-
-
-def match_labels(
-    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
-    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    group = q.shape[1] // len(thresholds)
-    live = budgets < num_pages
-    owners = requests.where(live, 0).long()
-    row_labels = labels[owners]
-    cosines = _cosine(q, row_labels).unflatten(1, (-1, group))  # [rows, kv_heads, group]
-    s = weights.double().view(-1, group)
-    s = s.where((s > 0).any(1, keepdim=True), 1.0)
-    similarity = cosines.masked_fill(s == 0, _INF).amin(-1)
-    if aggregate == "harmonic":
-        mean = s.sum(-1) / (s / cosines).masked_fill(s == 0, 0.0).sum(-1)
-        similarity = mean.where(similarity > 0, similarity)
-    labelled = (row_labels != 0).unflatten(1, (-1, group)).flatten(2).any(-1)
-    hit = labelled & ~cosines.isnan().any(-1) & (similarity >= thresholds)
-    looked_up = live[:, None] & (thresholds != -_INF)
-    missed: Tensor = looked_up & ~hit
-    row, head = missed.repeat_interleave(group, 1).nonzero(as_tuple=True)
-    labels[owners[row], head] = q[row, head]
-    if counters is not None:
-        counters[Counters._fields.index("lookups")] += looked_up.sum()
-        counters[Counters._fields.index("hits")] += (looked_up & hit).sum()
-    return num_pages[:, None] * missed
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -349,7 +323,7 @@ def take_sample(
     into.table[:count] = table[row, :count]
     into.pages.copy_(pages[row])
     into.listed.copy_(listed[row])
-    into.cosines[: len(q)] = float("nan") if predicted is None else _cosine(predicted, q).float()
+    into.cosines[: len(q)] = float("nan") if predicted is None else cosine(predicted, q).float()
     into.number.copy_(step_number)
 
 
@@ -361,13 +335,6 @@ def _row_of(query_start: Tensor | None, rows: int) -> Tensor:
 
 def _numbers(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores.isnan(), -_INF)
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Compute cosines in fp64, where squares of fp32 numbers neither overflow nor vanish; 0 where a vector is zero."""
-    a, b = a.double(), b.double()
-    lengths = ((a * a).sum(-1) * (b * b).sum(-1)).sqrt()
-    return ((a * b).sum(-1) / lengths).masked_fill(lengths == 0, 0.0)
 
 
 def _always(page: Tensor, count: Tensor, sinks: int, recent: int) -> Tensor:

@@ -72,17 +72,8 @@ class StepDriver:
         self.residency: Residency | None = None
         if isinstance(method, WaitingMethod):
             self.waiting, self.residency = method.open_rows(self.buffers, workers)
-        elif isinstance(method, FixedFrames):
-            keeps_prompts = not isinstance(method, AttendsPrompts)
-            self.residency = FixedResidency(
-                tiers, self.buffers.maps, method.frame_of, method.held_pages, config.page_size, keeps_prompts
-            )
-        elif shape.frames:
-            maps = {layer: buffers.maps for layer, buffers in self.buffers.layers.items()}
-            fillings = {layer: self._filling(layer) for layer in maps}
-            is_guessing = self._looks_ahead and config.lookahead.partial_query == "predicted"
-            guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
-            self.residency = MappedResidency(config, model, tiers, self.buffers.state, maps, fillings, guessed)
+        else:
+            self.residency = _residency(method, config, model, tiers, self.buffers)
         if isinstance(method, TakesWorkers):
             method.take_workers(workers)
         on_gpu = tiers.device.type == "cuda"
@@ -104,14 +95,6 @@ class StepDriver:
         )
         self.samples = self._make_samples(stats)
         self._inputs = InputWriter(config, tiers, self.buffers)
-
-    def _filling(self, layer: int) -> Filling:
-        """Return what becomes of pages that a request does not find on the device when it begins to decode."""
-        if not self._method.attends_selection:
-            return "at once"  # The method attends a window that it expects in the frames.
-        if not self._method.uses_workers and self.buffers.evicts(layer):
-            return "recall"  # The device attends all selected pages itself, and the method recalls those it selects.
-        return "later"
 
     def _make_samples(self, stats: Stats) -> Samples:
         """Return the samples of this device tier. A GPU samples only methods that attend the selected pages."""
@@ -360,3 +343,28 @@ class StepDriver:
         self.cpu_attention.close()
         if self.waiting is not None:
             self.waiting.close()
+
+
+def _residency(
+    method: Method, config: HybridConfig, model: ModelSpec, tiers: Tiers, buffers: StepBuffers
+) -> Residency | None:
+    """Return what decides the frames of the pages of a method whose rows never wait; None: there are no frames."""
+    if isinstance(method, FixedFrames):
+        keeps_prompts = not isinstance(method, AttendsPrompts)
+        return FixedResidency(tiers, buffers.maps, method.frame_of, method.held_pages, config.page_size, keeps_prompts)
+    if not buffers.shape.frames:
+        return None
+    maps = {layer: layer_buffers.maps for layer, layer_buffers in buffers.layers.items()}
+    fillings = {layer: _filling(method, buffers, layer) for layer in maps}
+    is_guessing = looks_ahead(type(method), config) and config.lookahead.partial_query == "predicted"
+    guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
+    return MappedResidency(config, model, tiers, buffers.state, maps, fillings, guessed)
+
+
+def _filling(method: Method, buffers: StepBuffers, layer: int) -> Filling:
+    """Return what becomes of pages that a request does not find on the device when it begins to decode."""
+    if not method.attends_selection:
+        return "at once"  # The method attends a window that it expects in the frames.
+    if not method.uses_workers and buffers.evicts(layer):
+        return "recall"  # The device attends all selected pages itself, and the method recalls those it selects.
+    return "later"
