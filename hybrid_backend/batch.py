@@ -296,7 +296,7 @@ def with_late_prefixes(
     # A step in which a row has drafts stores the tokens of all its decode rows before any row selects pages.
     late = {
         r
-        for r, (request_id, length) in enumerate(zip(batch.request_ids, lengths, strict=True))
+        for r, (request_id, length) in enumerate(zip(batch.request_ids, lengths, strict=False))
         if batch.decode[r] and counts[r] == 1 and length % page_size == 1 < length and not holds(request_id)
     }
     if not late:

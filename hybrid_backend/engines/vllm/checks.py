@@ -188,8 +188,8 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         lambda s: f"{s.cache.cache_dtype} instead of {s.dtype}",
     ),
     Refusal(
-        "a KV cache in 8 bits on a GPU",
-        lambda s: s.device.type == "cuda" and s.cache.cache_dtype == INT8,
+        "a KV cache in 8 bits of a model with sliding windows on a GPU",
+        lambda s: s.device.type == "cuda" and s.cache.cache_dtype == INT8 and s.model.get_sliding_window() is not None,
         "use --kv-cache-dtype auto and kv_dtype: auto",
     ),
     Refusal(

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout.per_head": ({**SPARSE, "selection": {"granularity": "kv_head"}}, FULL),
     "scout.codes": ({**SPARSE, "selection": {"digest": "codes"}}, MIXED),
     "scout.promise": ({**SPARSE, "frames_per_request": 6, "quality": {"min_mass": 0.99}}, MIXED),
+    "scout.int8": ({**EXACT, "frames_per_request": 4, "kv_dtype": "int8"}, MIXED),
+    "dense.int8": ({"method": "dense", "kv_dtype": "int8"}, MIXED),
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
     "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),
@@ -319,6 +322,7 @@ def planner(llm: Any) -> Any:
 
     runtime = llm.llm_engine.model_executor.driver_worker.worker.session.runtime
     shape = shape_from_config(read_json(Path(llm.llm_engine.model_config.model, "config.json")), "")
+    shape = replace(shape, kv_dtype=runtime.config.kv_dtype)
     return MethodMemory(shape, Blocks.of(shape, BLOCK), MemoryRoom(simulated_gpu.TOTAL, 0, CHUNK), runtime.config)
 
 
@@ -375,7 +379,7 @@ def main() -> None:
         if name == "apex.overlap":
             os.environ.pop("VLLM_USE_V2_MODEL_RUNNER")  # Without the user's choice the plugin takes V1 by itself.
         tokens = LONGER if CASES[name][0].get("sinks") or name in FEWER else TOKENS
-        watched = watch if not ON_GPU or name.endswith(".eager") else None
+        watched = watch if (not ON_GPU or name.endswith(".eager")) and not name.endswith(".int8") else None
         watch.is_on = watched is not None
         serving = partial(serve, count=tokens, waits=name in WAITING)
         found = run(model, *CASES[name], serving, FEWER.get(name, BLOCKS), watched)

@@ -23,6 +23,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"kv_dtype": "int8"}, {}),
     "flag": ({}, {"kv_cache_dtype": "int8_per_token_head"}),
     "dense": ({"kv_dtype": "int8", "method": "dense"}, {}),
+    # Everything is attended, by the device tier what its frames hold and by the workers the rest.
+    "scout": (
+        {
+            "kv_dtype": "int8",
+            "method": "scout",
+            "sparse": "never",
+            "frames_per_request": 40,
+            "exact_layers": [0, 1],
+            "recall": {"intervals": 4},
+        },
+        {},
+    ),
     "preempted": ({"kv_dtype": "int8", "method": "dense"}, {"num_gpu_blocks_override": BLOCKS}),
 }
 
@@ -63,6 +75,7 @@ def serve(model: str, hybrid: dict[str, Any], flags: dict[str, Any]) -> dict[str
         first, again = llm.generate(prompts, sampling), llm.generate(prompts, sampling)
         llm.llm_engine.step()  # the worker hears of the last ones
         runtime, cache = held.session.runtime, llm.llm_engine.vllm_config.cache_config
+        gauges = runtime.gauges()
         return {
             "tokens": [list(one.outputs[0].token_ids) for one in first],
             "logprobs": [logprobs(one) for one in first],
@@ -76,7 +89,7 @@ def serve(model: str, hybrid: dict[str, Any], flags: dict[str, Any]) -> dict[str
             "page_bytes": runtime.model.page_bytes(runtime.config.page_size),
             "layers": runtime.model.num_layers,
             "preempted": len(preempted),
-            "requests_left": len(runtime.executor._sequences),
+            "requests_left": len(getattr(runtime.executor, "_sequences", ())) + gauges["hybrid_resident_requests"],
         }
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -48,10 +48,17 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> int:
     return equal
 
 
-@pytest.mark.parametrize("name", ["int8", "dense"])
+@pytest.mark.parametrize("name", ["int8", "dense", "scout"])
 def test_tokens_are_as_likely_as_with_the_model_s_own_type(seen: Probe, name: str) -> None:
     """Below the budget, where nothing but 8 bits differs, and beyond it."""
     assert agree(seen("auto"), seen(name)) >= 12
+
+
+def test_separate_tiers_answer_as_pages_in_place_do(seen: Probe) -> None:
+    """Token for token: both attend every token, and read the same stored values."""
+    scout, dense = seen("scout"), seen("dense")
+    assert scout["tokens"] == dense["tokens"] and scout["blocks"] == dense["blocks"]
+    assert scout["requests_left"] == 0
 
 
 def test_vllm_s_own_flag_is_the_same_setting(seen: Probe) -> None:

@@ -24,6 +24,8 @@ SCOUT = [f"_{kernel}_kernel" for kernel in (
     "sample",
 )]  # fmt: skip
 V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
+INT8 = ["scout.int8", "dense.int8"]
+"""Cases whose K and V are in 8 bits, which changes answers of a random model."""
 V1 = ["scout.full", "apex.overlap"]
 ROWS = 4  # gpu_probe.ROWS
 APEX = {"apex": "lockstep", "apex.overlap": "overlap"}
@@ -36,7 +38,7 @@ FAMILIES_V2, FAMILIES_V1 = ["gemma3", "gpt_oss", "lfm2"], ["gemma3.full", "gpt_o
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Probe:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     folder = tmp_path_factory.mktemp("simulated")
-    v2 = [*V2, *SPARSE, WINDOWS, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"]
+    v2 = [*V2, *INT8, *SPARSE, WINDOWS, "scout.promise", *FAMILIES_V2, "again", *LATE_V2, "at_once"]
     run(folder, "vllm/gpu_probe.py", "v2", *v2, seconds=3000, paths=[ROOT])
     return run(folder, "vllm/gpu_probe.py", "v1", *V1, *LATE_V1, *FAMILIES_V1, seconds=3000, paths=[ROOT])
 
@@ -50,6 +52,15 @@ def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
     assert found["replays"] > 0, "captured at start with rows that nobody scheduled"
     if name.startswith(("scout", "hgca", "apex")):
         assert found["cpu_tokens"] > 0
+
+
+def test_8_bits_answer_the_same_from_frames_and_over_the_bus(seen: Probe) -> None:
+    """Both read the same stored values: `scout` in frames, whole layers and by the CPU, `dense` in the host pool."""
+    scout, dense = (seen(name) for name in INT8)
+    assert scout["tokens"] == dense["tokens"]
+    assert scout["cpu_tokens"] > 0 and scout["replays"] > 0 and dense["replays"] > 0
+    assert scout["page_bytes"] == 2 * 2 * 16 * (32 + 2) and seen("scout")["page_bytes"] == 2 * 2 * 16 * 32 * 4
+    assert scout["planned"].items() <= scout["gauges"].items()
 
 
 @pytest.mark.parametrize("name", SPARSE)
