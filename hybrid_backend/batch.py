@@ -299,9 +299,7 @@ def with_late_prefixes(
         for r, (request_id, length) in enumerate(zip(batch.request_ids, lengths, strict=False))
         if batch.decode[r] and counts[r] == 1 and length % page_size == 1 < length and not holds(request_id)
     }
-    if not late:
-        return batch
-    if captures_decode_steps and max(counts) == 1:
+    if not late or (captures_decode_steps and max(counts) == 1):
         return batch
     filled_pages = [
         table[r, (length - count) // page_size : length // page_size]
@@ -331,10 +329,7 @@ def with_missing_prefixes(batch: Batch, holds: Callable[[str], bool], needs_chun
     if max((end - start for start, end in pairwise(batch.query_start)), default=1) == 1:
         return batch
     rows = zip(batch.request_ids, batch.seq_lens, batch.decode, strict=False)
-    decode = [
-        is_decode and (holds(request_id) or not needs_chunk(request_id, tokens - 1))
-        for request_id, tokens, is_decode in rows
-    ]
+    decode = [is_decode and (holds(name) or not needs_chunk(name, tokens - 1)) for name, tokens, is_decode in rows]
     return replace(batch, decode=decode)
 
 

@@ -28,13 +28,13 @@ from hybrid_backend.kernels.cpu.arguments import (
     team_arguments,
     tokens_address,
 )
+from hybrid_backend.kernels.cpu.labels import match_labels as match_labels
 from hybrid_backend.kernels.digest_format import digest_format_of
 from hybrid_backend.kernels.head_oracle import plain_lists
 from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.operations import (
     AGGREGATES,
-    SIMILARITIES,
     Copies,
     Maps,
     Reuse,
@@ -163,25 +163,6 @@ def select_pages(
         missing = mailbox[0][:rows].copy_(missing)
         mailbox[1][:rows].copy_(missing_listed)
     return Selection(pages, pages_listed, frames, frames_listed, tokens, missing, absent, missing_listed)
-
-
-def match_labels(
-    q: Tensor, labels: Tensor, weights: Tensor, thresholds: Tensor, requests: Tensor, num_pages: Tensor,
-    budgets: Tensor, aggregate: str, counters: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    rows, heads, dim = q.shape
-    kv_heads, kind = len(thresholds), q.dtype
-    missed = empty(rows, kv_heads, dtype=int32)
-    call(
-        "hb_match_labels", address(q, kind), address(labels, kind, len(labels) * heads * dim),
-        address(weights, float32, heads),
-        address(thresholds, float32), address(requests, int32, rows), address(num_pages, int32, rows),
-        address(budgets, int32, rows),
-        counters_address(counters), missed.data_ptr(), rows, len(labels), lib.dtype_number(kind), kv_heads,
-        group_size(heads, kv_heads), dim,
-        SIMILARITIES.index(aggregate), lib.isa_index(None), *team_arguments(),
-    )  # fmt: skip
-    return missed.mul_(num_pages[:, None])
 
 
 def union_pages(absent: Tensor, listed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

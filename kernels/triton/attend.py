@@ -13,8 +13,7 @@ from hybrid_backend.kernels.triton.common import dot, group_block, kernel, preci
 from hybrid_backend.kernels.triton.encoding import numbers, scales_at, weighed
 
 _TILE = 64  # tokens that a program attends at once, at most
-_TILE_BYTES = 16384  # bytes of a tile of K; two tiles of K and of V fit the shared memory of every GPU since sm_80
-_ENCODED_CHANNELS = 128  # of K and V in 8 bits; tiles of more channels are half as large
+_WIDE_ROW = 256  # bytes of a row of K; two tiles of such rows of K and of V fit the shared memory since sm_80
 _MAX_PARTS = 32
 _BUSY = 0.85  # busy share of the processors' time above which lists are not cut further
 
@@ -43,7 +42,7 @@ def _tile_of_keys(kv, page, first, count, head, PAGE: tl.constexpr, DIM: tl.cons
     if kv.dtype.element_ty == tl.int8:
         row, scale_at = head_page * (2 * PAGE * (DIM + 2)) + slot * DIM, scales_at(kv, head_page, slot, PAGE, DIM)
     else:
-        row, scale_at = head_page * (2 * PAGE * DIM) + slot * DIM, slot
+        row, scale_at = (head_page * 2 * PAGE + slot) * DIM, slot
     channel = tl.arange(0, BLOCK_D)
     return row[:, None] + channel[None, :], listed, listed[:, None] & (channel < DIM)[None, :], scale_at
 
@@ -151,12 +150,14 @@ def parts_for(rows: int, kv_heads: int, most_tokens: int, processors: int) -> in
 def _tile_of(kv: Tensor, dtype: torch.dtype) -> int:
     """Return the tokens of K and V that a program of `paged_partial` attends at once, for queries of ``dtype``.
 
-    There are at least 16, for tensor cores. In 8 bits there are as many as a program decodes without spills.
+    The larger a row of K is, the fewer rows fit the registers without spills. Tensor cores need 16.
     """
-    if kv.dtype is torch.int8:
-        return _TILE // 2 if dtype == torch.float32 or head_dim_of(kv) > _ENCODED_CHANNELS else _TILE
-    row_bytes = int(triton.next_power_of_2(kv.shape[4])) * kv.element_size()
-    return max(16, min(_TILE, _TILE_BYTES // row_bytes))
+    row_bytes = int(triton.next_power_of_2(head_dim_of(kv))) * dtype.itemsize
+    if kv.dtype is not torch.int8:
+        return _TILE if row_bytes <= _WIDE_ROW else 16
+    if dtype == torch.float32:
+        return 16
+    return _TILE if row_bytes <= _WIDE_ROW else _TILE // 2
 
 
 def paged_partial(

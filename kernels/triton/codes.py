@@ -35,8 +35,7 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
         ENCODED: tl.constexpr = keys.dtype.element_ty == tl.int8
         key = tl.load(first + line + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if ENCODED:
-            unit_of = tl.load(scales_at(first, 0, t, PAGE, DIM), mask=t < PAGE, other=0.0).to(tl.float32)
-            key *= unit_of[:, None]
+            key *= tl.load(scales_at(first, 0, t, PAGE, DIM), mask=t < PAGE, other=0.0).to(tl.float32)[:, None]
         key = tl.where(tl.abs(key) < LARGEST, key, 0.0)
         high = tl.max(tl.where((t < PAGE)[:, None], key, float("-inf")), 0)
         low = tl.min(tl.where((t < PAGE)[:, None], key, float("inf")), 0)
@@ -59,8 +58,8 @@ def _encode_kernel(keys, digests, rotation, pages, counts, page_stride, head_str
                 p = from_channel + tl.arange(0, PART)
                 is_loaded = (t < PAGE)[:, None] & (p < DIM)[None, :]
                 part = tl.load(first + line + p[None, :], mask=is_loaded, other=0.0).to(tl.float32)
-                if ENCODED:
-                    part *= unit_of[:, None]
+                if ENCODED:  # The scales are loaded again, because they do not fit the registers beside the products.
+                    part *= tl.load(scales_at(first, 0, t, PAGE, DIM), mask=t < PAGE, other=0.0).to(tl.float32)[:, None]
                 part = tl.where(tl.abs(part) < LARGEST, part, 0.0)
                 centre = step * (tl.load(row + p, mask=p < DIM, other=128).to(tl.float32) - 128)
                 part = tl.where(is_loaded, part - centre[None, :], 0.0)
@@ -183,8 +182,10 @@ def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None =
     """
     (_, kv_heads, page_size, _), dim = keys.shape, head_dim_of(keys)
     page_stride, head_stride, token_stride = keys.stride()[:3]
+    channels = 64
     if keys.dtype is torch.int8:
         token_stride = dim  # The scales stand behind the rows of K and V.
+        channels = 32 if dim <= 128 else 16  # More numbers beside their scales do not fit the registers.
     layout = codes.Layout(page_size, dim)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
@@ -192,7 +193,7 @@ def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None =
             kv_heads, page_size, dim, layout.planes, layout.fine, layout.coded, codes.LARGEST, codes.FINE,
             codes.INNER, codes.OUTER, codes.COARSE, codes.HEADER, counts is None, appended,
             triton.next_power_of_2(page_size), triton.next_power_of_2(dim),
-            max(16, triton.next_power_of_2(layout.planes)), 16, min(64, triton.next_power_of_2(dim)),
+            max(16, triton.next_power_of_2(layout.planes)), 16, min(channels, triton.next_power_of_2(dim)),
         )  # fmt: skip
 
 

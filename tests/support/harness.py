@@ -212,8 +212,7 @@ class Engine:
         fp64 of exactly what the method says that it attended.
         """
         m = self.model
-        least = 0.0 if m.kv_dtype is None else INT8_ERROR
-        tolerance = None if tolerance is None else max(tolerance, least)
+        tolerance = tolerance if tolerance is None or m.kv_dtype is None else max(tolerance, INT8_ERROR)
         if self.witness is not None:
             self.witness.begin()
         step, query_start = self._begin(work)
@@ -248,7 +247,7 @@ class Engine:
                     attended = self._attended(self.witness, layer, step, name)
                     if tolerance is None or (attended is not None and not attended.is_everything):
                         expected = self.dense(name, layer, queries[layer][mine], attended)
-                        limit = max(WITNESSED, least)
+                        limit = WITNESSED if m.kv_dtype is None else INT8_ERROR
                         self._compare(name, layer, out[mine], expected, limit, "attention of what it attended")
                 if self.model.kv_dtype is not None:  # A prompt chunk attends itself as computed, later ones as stored.
                     sequence.kv[layer][-len(stored) :] = list(stored)

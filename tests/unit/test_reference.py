@@ -48,7 +48,7 @@ def words(text: str) -> int:
     return len(re.findall(r"\w[\w'.-]*", text))
 
 
-@pytest.mark.parametrize(("page", "most"), [*((page, 500) for page in IDEAS), ("methods", 1500)])
+@pytest.mark.parametrize(("page", "most"), [*((page, 500) for page in (*IDEAS, "arrivals")), ("methods", 1500)])
 def test_a_page_on_an_idea_is_short(page: str, most: int) -> None:
     assert words((DOCS / "how" / f"{page}.md").read_text()) <= most
 

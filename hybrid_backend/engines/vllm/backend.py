@@ -127,9 +127,10 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             request_ids=request_ids,
             query_start=query_start,
             seq_lens=_sequence_lengths(metadata).tolist(),
-            # A row with more tokens than drafts allow computes an answer again that was preempted.
+            # A row with more tokens than drafts allow computes an answer again that was preempted. A row that pads the
+            # batch has no token.
             decode=[
-                count <= self._most_queries and (is_replayed or not is_prefilling)
+                1 <= count <= self._most_queries and (is_replayed or not is_prefilling)
                 for count, is_prefilling in zip(counts, metadata.is_prefilling.tolist(), strict=False)
             ],
             page_table=metadata.block_table_tensor,

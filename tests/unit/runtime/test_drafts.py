@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hybrid_backend.batch import Step
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import EngineError
 from hybrid_backend.in_place.step import InPlaceStep
 from hybrid_backend.kernels import cpu
 from tests.support.harness import PAGE, Engine, config, spec
@@ -155,14 +154,6 @@ def test_a_query_with_drafts_beside_it_selects_and_attends_as_if_alone(interval:
     live(made, random.Random(seed), 50, None, nothing())
     alone.close()
     assert compared > 50
-
-
-def test_separate_tiers_refuse_a_row_with_drafts() -> None:
-    made = engine(config(method="scout"))
-    made.admit("a", 2 * PAGE)
-    with pytest.raises(EngineError, match="request a decodes 3 tokens in one step"):
-        made.step({"a": 3})
-    made.close()
 
 
 def test_what_the_decoder_keeps_goes_with_the_requests() -> None:

@@ -99,7 +99,7 @@ def test_the_number_that_a_refusal_names_fits_and_starts(method: str, key: str, 
     Engine(check(named), spec(), PAGES).runtime.close()
 
 
-@pytest.mark.parametrize("method", ["quest", "scout", "dense"])
+@pytest.mark.parametrize("method", ["scout", "infinigen"])
 def test_a_row_that_decodes_two_tokens_in_a_step_is_refused_by_name(method: str) -> None:
     engine = Engine(config(method=method), spec(), num_pages=20)
     table, slots = (
