@@ -65,7 +65,7 @@ def test_new_tokens_are_quantised_into_page_and_frame_and_digests_are_of_what_is
     chance, rng = random.Random(seed), torch.Generator().manual_seed(seed)
     kv_heads, _, dim, size = shape
     kv = KvFormat(kv_heads, size, dim, torch.int8)
-    (host, *_), (frames, *_) = (filled(kv, count, dtype, rng) for count in (8, 6))
+    (host, *_), (frames, *_) = (filled(kv, count, dtype, rng) for count in (8, 7))
     k, v = torch.randn(rows, 3, kv_heads, dim, generator=rng).to(dtype).unbind(1)[1:]
     pages, requests = shuffled(8, chance)[:rows], shuffled(6, chance)[:rows]
     positions = [chance.choice([size - 1, 0, chance.randrange(size)]) for _ in range(rows)]
