@@ -55,10 +55,11 @@ def test_tokens_are_as_likely_as_with_the_model_s_own_type(seen: Probe, name: st
 
 
 def test_separate_tiers_answer_as_pages_in_place_do(seen: Probe) -> None:
-    """Token for token: both attend every token, and read the same stored values."""
+    """Both attend every token and read the same stored values. Kernels round queries and weights to 16 bits by blocks
+    of tokens, which are not the same for both, so log-probabilities differ as they do from the model's own type."""
     scout, dense = seen("scout"), seen("dense")
-    assert scout["tokens"] == dense["tokens"] and scout["blocks"] == dense["blocks"]
-    assert scout["requests_left"] == 0
+    assert scout["blocks"] == dense["blocks"] and scout["requests_left"] == 0
+    assert agree(dense, scout) >= 12
 
 
 def test_vllm_s_own_flag_is_the_same_setting(seen: Probe) -> None:
