@@ -191,12 +191,19 @@ class Life(RuleBasedStateMachine):
         assert torch.equal(copy, source)
 
     def clo_s_frames_hold_what_belongs_there(self, method: Clo, name: str, index: int) -> None:
-        """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last."""
+        """Whole contexts that fit; else sinks, recent pages, and what each head loaded when it was asked last.
+
+        A step that began the next page and died may have admitted the request with that page instead of an older one.
+        """
         request, cfg, heads = self.engine.sequences[name], self.engine.cfg, self.engine.model.num_kv_heads
         count = -(-request.tokens // PAGE)
-        always = range(count) if count <= method._limit else (*range(cfg.sinks), *range(count - cfg.recent, count))
+        begun = count + (request.tokens % PAGE == 0)
+        always = set(range(count))
+        for pages in {count, begun}:
+            if pages > method._limit:
+                always &= {*range(cfg.sinks), *range(pages - cfg.recent, pages)}
         for layer, store in self.engine.runtime.tiers.frames.layers.items():
-            for page in always:
+            for page in sorted(always):
                 self.is_copy(layer, name, page, index + int(method.frame_of(torch.tensor([page]))) * MAX_REQUESTS)
             if layer not in method._row or count <= method._limit:
                 continue
