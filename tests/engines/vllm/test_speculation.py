@@ -53,9 +53,9 @@ def test_requests_that_are_aborted_among_drafts_leave_nothing(seen: Probe) -> No
 
 
 def test_sampled_tokens_with_drafts_have_the_distribution_of_those_without(seen: Probe) -> None:
-    """Two samples of 400 answers, compared place by place: chi-square below its 0.1 % quantile."""
+    """Two samples of 200 answers, compared place by place: chi-square below its 0.1 % quantile."""
     found = seen("text")
-    assert 100 < found["drafted"]["while sampling"]["accepted"] < found["drafted"]["while sampling"]["draft"]
+    assert 20 < found["drafted"]["while sampling"]["accepted"] < found["drafted"]["while sampling"]["draft"]
     for plain, drafted in zip(found["stock"]["sampled"], found["drafted"]["sampled"], strict=True):
         statistic, degrees = chi_square(plain, drafted)
         assert degrees >= 1 and statistic < quantile(degrees), (plain, drafted)
