@@ -171,15 +171,19 @@ def text(model: Path) -> dict[str, Any]:
     for name, changes in (
         ("stock", {}),
         ("drafted", {"speculative_config": NGRAM}),
+        ("stock drafted", {"speculative_config": NGRAM}),
     ):
-        hybrid = QUEST | {"page_size": 16} if changes else None
+        hybrid = QUEST | {"page_size": 16} if name == "drafted" else None
         more = {
             "skip_tokenizer_init": False,
-            "block_size": 16 if changes else 32,
+            "block_size": 16 if hybrid else 32,
             "disable_log_stats": False,
             **changes,
         }
         with engine(model, hybrid, **more | changes) as llm:
+            if name == "stock drafted":
+                found[name] = {"sampled": sampled(llm)}
+                continue
             plain = SamplingParams(temperature=0, max_tokens=40)
             stopped = SamplingParams(temperature=0, max_tokens=40, stop=["a - b", "banana"])
             shape = StructuredOutputsParams(regex=r"(apple|banana|cherry)( (apple|banana|cherry)){5}")
