@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -156,22 +155,14 @@ def sparse(model: Path) -> dict[str, Any]:
     return found
 
 
-def sampled(llm: LLM) -> list[dict[int, int]]:
-    """Count the tokens at some places of many sampled answers to a prompt that repeats itself."""
-    sampling = SamplingParams(temperature=1.2, max_tokens=6, ignore_eos=True)
-    requests = llm.generate(["1 2 3 4 1 2 3 4 1 2 3 4 1 2"] * 200, sampling, use_tqdm=False)
-    return [dict(Counter(request.outputs[0].token_ids[place] for request in requests)) for place in (1, 3, 5)]
-
-
 def text(model: Path) -> dict[str, Any]:
-    """The demo model: stop strings, structured output, sampling; stock without drafts beside hybrid with drafts."""
+    """The demo model: stop strings and structured output; stock without drafts beside hybrid with drafts."""
     code = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n" * 8 + "def add(a, b):\n"
     prompts = [code, "1 2 3 4 1 2 3 4 1 2 3 4 1 2", "Repeat: apple banana cherry apple banana cherry apple"]
     found = {}
     for name, changes in (
         ("stock", {}),
         ("drafted", {"speculative_config": NGRAM}),
-        ("stock drafted", {"speculative_config": NGRAM}),
     ):
         hybrid = QUEST | {"page_size": 16} if name == "drafted" else None
         more = {
@@ -181,9 +172,6 @@ def text(model: Path) -> dict[str, Any]:
             **changes,
         }
         with engine(model, hybrid, **more | changes) as llm:
-            if name == "stock drafted":
-                found[name] = {"sampled": sampled(llm)}
-                continue
             plain = SamplingParams(temperature=0, max_tokens=40)
             stopped = SamplingParams(temperature=0, max_tokens=40, stop=["a - b", "banana"])
             shape = StructuredOutputsParams(regex=r"(apple|banana|cherry)( (apple|banana|cherry)){5}")
@@ -192,8 +180,6 @@ def text(model: Path) -> dict[str, Any]:
                 kind: [request.outputs[0].text for request in llm.generate(prompts, sampling, use_tqdm=False)]
                 for kind, sampling in (("plain", plain), ("stopped", stopped), ("structured", structured))
             } | drafted(llm)
-            found[name]["sampled"] = sampled(llm)
-            found[name]["while sampling"] = {key: n - found[name][key] for key, n in drafted(llm).items()}
     return found
 
 
