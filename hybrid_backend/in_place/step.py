@@ -164,36 +164,35 @@ class InPlaceStep:
         some in its last step, the digests of all pages that the step writes are made anew. No page that a step has
         written leaves its request before the next step has written the first token behind those that were accepted.
         """
-        self._forget_queries()
-        counts, page_size = rows.query_start.diff().long(), self._config.page_size
-        has_drafts = (counts > 1).tolist()
-        sequences = list[int]()
-        for request_id, row_has_drafts, count in zip(rows.request_ids, has_drafts, counts.tolist(), strict=True):
+        for query in self._queries:
+            self._decoder.forget(query)
+        self._queries.clear()
+        if rows.tokens.shape[0] == rows.count and not self._drafted:
+            return None, [self._sequence(request_id) for request_id in rows.request_ids]
+        counts, page_size = rows.query_start.diff().tolist(), self._config.page_size
+        sequences, drafted = list[int](), set[str]()
+        for request_id, count in zip(rows.request_ids, counts, strict=True):
             sequence = self._sequence(request_id)
-            if row_has_drafts:
-                # What was kept for the sequence names pages as of a step whose tokens may be rejected.
-                self._decoder.forget(sequence)
-                self._queries += range(self._next_sequence, self._next_sequence + count)
-                sequences += range(self._next_sequence, self._next_sequence + count)
-                self._next_sequence += count
-            else:
+            if count == 1:
                 sequences.append(sequence)
-        drafted = {request_id for request_id, has in zip(rows.request_ids, has_drafts, strict=True) if has}
+                continue
+            # The decoder's lists for the sequence name pages as of a step whose tokens may be rejected.
+            self._decoder.forget(sequence)
+            queries = range(self._next_sequence, self._next_sequence + count)
+            self._queries += queries
+            sequences += queries
+            self._next_sequence += count
+            drafted.add(request_id)
         is_rewritten = bool(drafted) or not self._drafted.isdisjoint(rows.request_ids)
         self._drafted = (self._drafted - set(rows.request_ids)) | drafted
         if not is_rewritten:
             return None, sequences
         pages, tokens = list[Tensor](), list[Tensor]()
-        for row, (length, count) in enumerate(zip(rows.seq_lens.tolist(), counts.tolist(), strict=True)):
+        for row, (length, count) in enumerate(zip(rows.seq_lens.tolist(), counts, strict=True)):
             columns = torch.arange((length - count) // page_size, -(-length // page_size))
             pages.append(rows.page_table[row, columns])
             tokens.append((length - columns * page_size).clamp(max=page_size))
         return _Rewritten(torch.cat(pages), torch.cat(tokens)), sequences
-
-    def _forget_queries(self) -> None:
-        for sequence in self._queries:
-            self._decoder.forget(sequence)
-        self._queries.clear()
 
     def decode(self, layer: int, step: Step, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         plan: _Plan = step.plan

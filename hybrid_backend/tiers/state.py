@@ -122,22 +122,10 @@ class StepState:
 
     @property
     def nbytes(self) -> int:
-        return (
-            self.inputs.nbytes
-            + self.reuse.nbytes
-            + sum(
-                x.nbytes
-                for x in (
-                    *self.maps,
-                    *self.copies,
-                    self.equal_scores,
-                    self.keep,
-                    self.empty,
-                    self.counters,
-                    self.arrived,
-                )
-            )
-        )
+        tensors = (
+            *self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters, self.arrived,
+        )  # fmt: skip
+        return self.inputs.nbytes + self.reuse.nbytes + sum(x.nbytes for x in tensors)
 
 
 def sample_boxes(

@@ -4,6 +4,8 @@
 // Pages are cut into tiles of sixteen tokens. Up to eight tiles, of one page or of several, are a block, whose weights
 // are rounded together and whose sums of values leave their registers once.
 #pragma once
+#include <type_traits>
+
 #include "prefetch.h"
 #include "segment_end.h"
 #include "vector_convert.h"
@@ -21,6 +23,16 @@ INLINE bool any(vi lanes) {
 #else
   return _mm256_movemask_ps((__m256)lanes);
 #endif
+}
+
+// Calls function(std::integral_constant<int, HEADS>(), head) for all heads of a group: four at a time, then the rest.
+template <class Function>
+INLINE void for_heads(int group, Function function) {
+  int head = 0;
+  for (; head + 4 <= group; head += 4) function(std::integral_constant<int, 4>(), head);
+  if (group - head == 3) function(std::integral_constant<int, 3>(), head);
+  else if (group - head == 2) function(std::integral_constant<int, 2>(), head);
+  else if (group - head == 1) function(std::integral_constant<int, 1>(), head);
 }
 
 struct Tile {

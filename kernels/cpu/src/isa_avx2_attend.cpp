@@ -99,13 +99,8 @@ INLINE void key_products(PairKernel& st, int head, int i, Prefetch* ahead) {
 }
 
 void PairKernel::products(int tile) {
-  const int group = shape->group;
-  Prefetch* ahead = &tiles[tile].ahead;
-  int g = 0;
-  for (; g + 4 <= group; g += 4, ahead = nullptr) key_products<4>(*this, g, tile, ahead);
-  if (group - g == 3) key_products<3>(*this, g, tile, ahead);
-  else if (group - g == 2) key_products<2>(*this, g, tile, ahead);
-  else if (group - g == 1) key_products<1>(*this, g, tile, ahead);
+  for_heads(shape->group,
+            [&](auto heads, int g) { key_products<heads.value>(*this, g, tile, g ? nullptr : &tiles[tile].ahead); });
 }
 
 // Adds the weighted values of one strip to the sums of HEADS heads. Values of two tokens are interleaved.
@@ -142,14 +137,8 @@ INLINE void add_strip(PairKernel& st, int head, int d, bool prefetches) {
 }
 
 void PairKernel::add_values() {
-  const int group = shape->group;
-  for (int d = 0; d < width; d += STRIP) {
-    int g = 0;
-    for (; g + 4 <= group; g += 4) add_strip<4>(*this, g, d, g == 0);
-    if (group - g == 3) add_strip<3>(*this, g, d, g == 0);
-    else if (group - g == 2) add_strip<2>(*this, g, d, g == 0);
-    else if (group - g == 1) add_strip<1>(*this, g, d, g == 0);
-  }
+  for (int d = 0; d < width; d += STRIP)
+    for_heads(shape->group, [&](auto heads, int g) { add_strip<heads.value>(*this, g, d, g == 0); });
 }
 
 }  // namespace

@@ -141,13 +141,8 @@ INLINE void key_products(ByteKernel& st, int head, int i, Prefetch* ahead) {
 }
 
 void ByteKernel::products(int tile) {
-  const int group = shape->group;
-  Prefetch* ahead = &tiles[tile].ahead;
-  int g = 0;
-  for (; g + 4 <= group; g += 4, ahead = nullptr) key_products<4>(*this, g, tile, ahead);
-  if (group - g == 3) key_products<3>(*this, g, tile, ahead);
-  else if (group - g == 2) key_products<2>(*this, g, tile, ahead);
-  else if (group - g == 1) key_products<1>(*this, g, tile, ahead);
+  for_heads(shape->group,
+            [&](auto heads, int g) { key_products<heads.value>(*this, g, tile, g ? nullptr : &tiles[tile].ahead); });
 }
 
 // A vector has the weights of two tiles as bytes of four tokens: cell 4 * i has the high bytes of tokens 4 * i to
@@ -232,14 +227,9 @@ INLINE void add_column(ByteKernel& st, int head, int column, int doses) {
 }
 
 void ByteKernel::add_values() {
-  const int group = shape->group;
   for (int c = 0; c < columns; c++) {
     const int doses = channels_of(*this, c) / 16;
-    int g = 0;
-    for (; g + 4 <= group; g += 4) add_column<4>(*this, g, c, g ? 0 : doses);
-    if (group - g == 3) add_column<3>(*this, g, c, g ? 0 : doses);
-    else if (group - g == 2) add_column<2>(*this, g, c, g ? 0 : doses);
-    else if (group - g == 1) add_column<1>(*this, g, c, g ? 0 : doses);
+    for_heads(shape->group, [&](auto heads, int g) { add_column<heads.value>(*this, g, c, g ? 0 : doses); });
   }
 }
 

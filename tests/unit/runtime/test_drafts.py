@@ -17,21 +17,15 @@ from hybrid_backend.kernels import cpu
 from tests.support.harness import PAGE, Engine, config, spec
 from tests.support.scenario import check_nothing_is_left
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+pytestmark = [
+    pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 MOST_DRAFTS = 5
 DIGESTS = ("minmax", "codes", "auto")
 EXACT = {"method": "quest", "sparse": "never"}
 SPARSE = {"method": "quest", "sparse": "always", "budget_tokens": 4 * PAGE, "exact_layers": [2]}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are so small that a second thread mostly waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def engine(cfg: HybridConfig, seed: int = 0, kv_dtype: torch.dtype | None = None) -> Engine:

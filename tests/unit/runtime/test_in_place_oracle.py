@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,7 +9,10 @@ from hybrid_backend.kernels import cpu
 from hybrid_backend.kernels.in_place_oracle import SHORTLIST_BUDGETS, SPAN_PAGES
 from tests.support.in_place import CheckedEngine, model, shipped
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
+pytestmark = [
+    pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 ISAS = cpu.isas() if cpu.available() else []
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,15 +23,6 @@ CASES = [
     for i, isa in enumerate(ISAS)
     for j, name in enumerate(FILES)
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are so small that a second thread mostly waits. One test below has two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def live(engine: CheckedEngine, steps: int) -> None:
