@@ -23,6 +23,10 @@ def own_kv(setup: Setup) -> AbstractContextManager[Server]:
     return _server(setup, DTYPES[setup.dtype], OWN_KV)
 
 
+def kv8(setup: Setup) -> AbstractContextManager[Server]:
+    return _server(setup, DTYPES[setup.dtype], "q8_0")
+
+
 def q8(setup: Setup) -> AbstractContextManager[Server]:
     return _server(setup, "Q8_0", OWN_KV)
 

@@ -19,7 +19,7 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path = given.model
     params.model_alias = {given.alias}
-    params.hostname = "127.0.0.1"
+    params.hostnames = ["127.0.0.1"]
     params.port = given.port
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     params.n_ctx, params.n_parallel = given.ctx_size, given.parallel

@@ -19,8 +19,11 @@ _HINTS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def equal(setup: Setup) -> AbstractContextManager[Server]:
-    hint = _HINTS[setup.dtype]
-    return _server(setup, "F16", f"INFERENCE_PRECISION_HINT={hint}", f"KV_CACHE_PRECISION={hint}")
+    return _equal(setup, _HINTS[setup.dtype])
+
+
+def kv8(setup: Setup) -> AbstractContextManager[Server]:
+    return _equal(setup, "u8")
 
 
 def q8(setup: Setup) -> AbstractContextManager[Server]:
@@ -29,6 +32,11 @@ def q8(setup: Setup) -> AbstractContextManager[Server]:
 
 def shipped(setup: Setup) -> AbstractContextManager[Server]:
     return _server(setup, SHIPPED)
+
+
+def _equal(setup: Setup, kv: str) -> AbstractContextManager[Server]:
+    hint = _HINTS[setup.dtype]
+    return _server(setup, "F16", f"INFERENCE_PRECISION_HINT={hint}", f"KV_CACHE_PRECISION={kv}")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # the engines' word: GGUF's
 
 GROUPS = {
     "equal": "weights and what is computed in the run's dtype",
+    "kv8": "as equal, but K and V in 8 bits",
     "int8": "weights of 8 bits",
     "int4": "weights of 4 bits",
     "untouched": "started without flags",

@@ -32,6 +32,14 @@ def sparse(setup: Setup) -> AbstractContextManager[Server]:
     return _hybrid(setup, _equal(setup, setup.dtype), {})
 
 
+def dense_kv8(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup, setup.dtype), {"sparse": "never", "kv_dtype": "int8"})
+
+
+def sparse_kv8(setup: Setup) -> AbstractContextManager[Server]:
+    return _hybrid(setup, _equal(setup, setup.dtype), {"kv_dtype": "int8"})
+
+
 def stock_int8(setup: Setup) -> AbstractContextManager[Server]:
     return _stock(setup, quantised_folder(setup.model, "W8A8"), QUANTISED_DTYPE)
 

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -55,6 +55,24 @@ class Result:
     positions: int
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Configuration that is compared with dense answers. ``label`` names it in the table; "" is that of ``--set``."""
+
+    label: str
+    settings: Mapping[str, Any]
+    config: HybridConfig
+    budgets: Sequence[float]
+
+    @classmethod
+    def of(cls, model: str, label: str, settings: Mapping[str, Any], budgets: str) -> Variant:
+        """Check the settings (`configured`) and the budgets (`parse_budgets`) of a configuration."""
+        from hybrid_backend.tools.bench.servers import configured
+
+        config = configured(model, settings)
+        return cls(label, settings, config, parse_budgets(budgets, config))
+
+
 def accuracy(
     engine_flags: Annotated[
         list[str] | None, typer.Argument(help="after --: flags of both servers' engine, as --seed 1")
@@ -77,6 +95,10 @@ def accuracy(
     ] = "1GiB",
     at_once: Annotated[int, typer.Option(min=1, help="prompts asked at once, for a GPU")] = 1,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="one configuration key, as method=scout")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help='another configuration to compare: changes to --set, as "method=dense kv_dtype=int8"'),
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder of accuracy.jsonl and logs")] = Path("hybrid-bench"),
 ) -> None:
     """Compare next-token distributions with stock vLLM's along its own answers: KL and equal tokens, by budget.
@@ -85,7 +107,7 @@ def accuracy(
     """
     from hybrid_backend.tools.bench.fidelity import FIDELITY_ENVIRONMENT, FIDELITY_FLAGS
     from hybrid_backend.tools.bench.options import check_out, writing
-    from hybrid_backend.tools.bench.servers import configured, hybrid_server, parse_overrides, stock_server
+    from hybrid_backend.tools.bench.servers import hybrid_server, parse_overrides, stock_server
     from hybrid_backend.tools.hub import hub_folder, resolve_model
 
     if engine_flags and not engine_flags[0].startswith("-"):
@@ -94,8 +116,8 @@ def accuracy(
         raise EngineError("the servers that are compared are vLLM's, which is not installed here; see README, Install")
     pool = _pool(host_pool)
     settings = {"host_pool.size": pool, **parse_overrides(overrides or ())}
-    config = configured(model, settings)
-    budget_list = parse_budgets(budgets, config)
+    changes = {"": {}, **{text: parse_overrides(text.split()) for text in also or ()}}
+    variants = [Variant.of(model, text, {**settings, **change}, budgets) for text, change in changes.items()]
     check_out(out)
     directory = hub_folder(resolve_model(model))
     tokenizer = _tokenizer(directory)
@@ -108,17 +130,20 @@ def accuracy(
     stock_flags = [*flags, *stock_memory_flags(pool, has_gpu()), *(engine_flags or ())]
     stock = stock_server(out / "logs", directory, stock_flags, model, FIDELITY_ENVIRONMENT)
     dense = _answers("dense answers", stock, asked_prompts, answer, at_once, console)
-    hybrid = hybrid_server(out / "logs", settings, [*flags, *(engine_flags or ())], model, "vllm", FIDELITY_ENVIRONMENT)
     results = list[Result]()
     file = out / "accuracy.jsonl"
-    with hybrid as server, ThreadPoolExecutor(at_once) as workers:
-        compare_all = partial(_results, server, budget_list, config)
-        compared = workers.map(compare_all, asked_prompts, dense)
-        with writing(out), file.open("w") as lines:
-            for prompt_results in track(compared, "hybrid", len(dense), console=console):
-                results += prompt_results
-                lines.writelines(f"{json.dumps(asdict(result))}\n" for result in prompt_results)
-                lines.flush()
+    with writing(out):
+        file.write_text("")
+    hybrid_flags = [*flags, *(engine_flags or ())]
+    for variant in variants:
+        hybrid = hybrid_server(out / "logs", variant.settings, hybrid_flags, model, "vllm", FIDELITY_ENVIRONMENT)
+        with hybrid as server, ThreadPoolExecutor(at_once) as workers:
+            compared = workers.map(partial(_results, server, variant), asked_prompts, dense)
+            with writing(out), file.open("a") as lines:
+                for prompt_results in track(compared, variant.label or "hybrid", len(dense), console=console):
+                    results += prompt_results
+                    lines.writelines(f"{json.dumps(asdict(result))}\n" for result in prompt_results)
+                    lines.flush()
     if not results:
         raise ConfigError(
             "nothing to compare: prompts fit every budget, where answers are exact, or answers have one token"
@@ -252,21 +277,20 @@ def _answers(
         return list(track(answers, label, len(prompts), console=console))
 
 
-def _results(
-    server: Server, budgets: Sequence[float], config: HybridConfig, prompt: Prompt, dense: Answer
-) -> list[Result]:
+def _results(server: Server, variant: Variant, prompt: Prompt, dense: Answer) -> list[Result]:
     """Follow a dense answer with each budget, but for a request's own budget that attends the whole prompt."""
     from hybrid_backend.tools.bench.fidelity import ask, compare
 
-    results = []
-    for budget in budgets:
+    results, config = [], variant.config
+    for budget in variant.budgets:
         pages = math.ceil(budget * len(prompt.ids) / config.page_size)
         tokens = pages * config.page_size if 0 < budget < 1 else int(budget)
         if tokens >= len(prompt.ids) or len(dense.tokens) < 2:
             continue
         attended = tokens or config.budget_tokens
         near = compare(dense.logprobs, ask(server, prompt.ids, 0, begin=dense.tokens, budget=tokens).logprobs)
-        label = config.method if not budget else f"{budget:.0%}" if budget < 1 else f"{tokens:,}"
+        size = f"{budget:.0%}" if budget < 1 else f"{tokens:,}"
+        label = ", ".join(filter(None, [variant.label, size if budget else ""])) or config.method
         results.append(Result(label, prompt.source, len(prompt.ids), attended, near.kl, near.agreement, near.positions))
     return results
 

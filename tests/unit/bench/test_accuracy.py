@@ -46,6 +46,7 @@ def tokenizer(model_dir: Path) -> Any:
         (["--out", "/dev/null/x"], "--out /dev/null/x: cannot be written (Not a directory)"),
         (["--host-pool", "8GB"], "--host-pool: got '8GB', expected a size; write 8GiB"),
         (["--set", "budget_token=1024"], "--set budget_token: "),
+        (["--also", "method=dense kv_dtyp=int8"], "--set kv_dtyp: "),
         (["--set", "method=scot"], "method: unknown method 'scot'"),
         (["--model", "no-such-model"], "model 'no-such-model' is neither in the catalog"),
         (["smollm2"], "smollm2: not an option; flags of the servers' engine go after --"),
@@ -121,6 +122,34 @@ def test_each_budget_follows_the_dense_answer_unless_the_prompt_fits_it(
     assert all(result["kl"] == pytest.approx(kl) and result["positions"] == 2 for result in results)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["10%", "own.jsonl", "2", f"{kl:.4f}", f"{kl:.4f}..{kl:.4f}", "1.000"] in rows, done.stdout
+
+
+def test_further_configurations_follow_the_same_answers(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[dict[str, Any]] = []
+
+    def hybrid(folder: Path, settings: dict[str, Any], *_: Any) -> nullcontext[str]:
+        served.append({key: value for key, value in settings.items() if key != "host_pool.size"})
+        return nullcontext(settings["kv_dtype"])
+
+    def ask(server: str, prompt: tuple[int, ...], tokens: int, begin: Any = (), budget: int = 0) -> Answer:
+        return Answer([1, 2, 3], [position(1, 2, 0.8 if server == "int8" else 0.9)] * 3)
+
+    monkeypatch.setattr(servers, "stock_server", lambda *_: nullcontext("stock"))
+    monkeypatch.setattr(servers, "hybrid_server", hybrid)
+    monkeypatch.setattr(fidelity, "ask", ask)
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"prompt": "word " * 300}))
+    also = ["--set", "kv_dtype=auto", "--also", "method=dense kv_dtype=int8"]
+    done = called(tmp_path, "--prompts", str(own), *also)
+    assert done.exit_code == 0, done.output
+    assert served == [{"kv_dtype": "auto"}, {"kv_dtype": "int8", "method": "dense"}]
+    results = [json.loads(line) for line in (tmp_path / "accuracy.jsonl").read_text().splitlines()]
+    assert [(result["budget"], round(result["kl"], 4)) for result in results] == [
+        ("auto", 0.0),
+        ("method=dense kv_dtype=int8", 0.0367),
+    ]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
