@@ -12,12 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,7 +207,11 @@ def main() -> None:
     parser.add_argument("--largest", action="store_true", help="only what takes the most shared memory: seconds")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = {arch: compile_all(arch, arguments.largest) for arch in arguments.arch}
+    # A process compiles for one kind of GPU only, as Triton keeps what it compiled for a device, whatever its kind is.
+    one_each = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), max_tasks_per_child=1)
+    with one_each as processes:
+        compiled = processes.map(compile_all, arguments.arch, repeat(arguments.largest))
+        found = dict(zip(arguments.arch, compiled, strict=True))
     for arch, entries in found.items():
         _print(arch, entries)
     if arguments.json:

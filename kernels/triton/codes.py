@@ -182,10 +182,9 @@ def encode(keys: Tensor, digests: Tensor, pages: Tensor, counts: Tensor | None =
     """
     (_, kv_heads, page_size, _), dim = keys.shape, head_dim_of(keys)
     page_stride, head_stride, token_stride = keys.stride()[:3]
-    channels = 64
     if keys.dtype is torch.int8:
         token_stride = dim  # The scales stand behind the rows of K and V.
-        channels = 32 if dim <= 128 else 16  # More numbers beside their scales do not fit the registers.
+    channels = 64 if dim <= 64 else 32 if page_size * dim <= 2048 else 16  # More do not fit the registers.
     layout = codes.Layout(page_size, dim)
     if len(pages):
         _encode_kernel[(len(pages), kv_heads)](
