@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hybrid_backend.engines.vllm import OWN_BACKEND
+from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
 from hybrid_backend.memory_plan.blocks import NULL_BLOCKS, window_blocks
 
@@ -72,13 +73,19 @@ def on_device(specs: dict[str, KVCacheSpec], vllm_config: VllmConfig) -> dict[st
     """Replace the specs of layers that are not offloaded by specs that say what they take of the device.
 
     Raises:
-        EngineError: a layer has neither full attention, nor a sliding window, nor state.
+        EngineError: a layer has neither full attention, nor a sliding window, nor state; or a page that is padded to the
+            bytes of pages in 8 bits would hold few tokens.
     """
-    requests = vllm_config.scheduler_config.max_num_seqs
+    requests, page_size = vllm_config.scheduler_config.max_num_seqs, attached_config(vllm_config).page_size
     result: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
         values = {entry.name: getattr(spec, entry.name) for entry in fields(spec)}
         if type(spec) is SlidingWindowSpec:
+            if spec.page_size_padded is not None and spec.block_size < page_size:
+                raise EngineError(
+                    f"page_size: {page_size} does not go with kv_dtype: int8 here, because the engine's attention over "
+                    f"windows takes blocks of {spec.block_size} tokens; set page_size: {spec.block_size}"
+                )
             result[name] = DeviceWindowSpec(**values, requests=requests, in_flight=vllm_config.max_in_flight_tokens)
         elif type(spec) is MambaSpec:
             blocks = spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
