@@ -69,7 +69,6 @@ class ModelShape:
         window_heads: KV heads of the layers with windows. None: those of the layers with full attention.
         has_chunks: windows are chunks of the sequence, of which a layer attends the last one (Llama 4).
         kv_dtype: type of K and V in pages, ``auto`` or ``int8`` (`HybridConfig.kv_dtype`).
-        has_plain_windows: layers with windows keep ``dtype`` whatever ``kv_dtype`` is: a GPU's engine attends them.
     """
 
     name: str
@@ -91,11 +90,6 @@ class ModelShape:
     window_heads: KvHeads | None = None
     has_chunks: bool = False
     kv_dtype: str = "auto"
-    has_plain_windows: bool = False
-
-    def with_kv_dtype(self, kv_dtype: str, on_gpu: bool) -> ModelShape:
-        """Return the shape with pages of ``kv_dtype`` (`HybridConfig.kv_dtype`) on a GPU or on a CPU."""
-        return replace(self, kv_dtype=kv_dtype, has_plain_windows=on_gpu)
 
     @property
     def dtype_bytes(self) -> int:
@@ -163,8 +157,7 @@ class ModelShape:
     def kv_format(self, page_size: int, window: int | None = None) -> KvFormat:
         """Return the format of pages of ``page_size`` tokens in a layer with this window; None: full attention."""
         kv_heads, head_dim = self.heads_of(window)
-        is_int8 = self.kv_dtype == "int8" and not (self.has_plain_windows and window is not None)
-        return KvFormat(kv_heads, page_size, head_dim, torch.int8 if is_int8 else DTYPES[self.dtype])
+        return KvFormat(kv_heads, page_size, head_dim, torch.int8 if self.kv_dtype == "int8" else DTYPES[self.dtype])
 
     def page_bytes(self, page_size: int, window: int | None = None) -> int:
         """Return the bytes of K and V of one page of one layer with this window; None: full attention."""

@@ -27,11 +27,7 @@ def start_lines(runtime: HybridRuntime, groups: int = 1) -> Iterator[tuple[int, 
     config, host = runtime.config, runtime.tiers.host
     digests = runtime.tiers.layout.digests
     tokens = runtime.pages // groups * config.page_size
-    encoding = ""
-    if runtime.model.kv_dtype is torch.int8:
-        encoding = " in 8 bits"
-        if any(not len(layer) for layer in host.layers):  # The engine of a GPU keeps windows itself.
-            encoding += f", windows in {str(runtime.model.dtype).removeprefix('torch.')}"
+    encoding = " in 8 bits" if runtime.model.kv_dtype is torch.int8 else ""
     no_library, no_quest = cpu.why_unavailable(), why_scout(config, runtime.model, runtime.tiers.device)
     method = f"{config.method} (quest cannot serve: {no_quest})" if no_quest not in ("", no_library) else config.method
     yield (

@@ -5,9 +5,7 @@ The rules are vLLM's (``get_kv_cache_groups`` in v1/core/kv_cache_utils.py, sinc
 v1/kv_cache_interface.py). A block is one page in each layer of a group. A model whose layers are all alike is one
 group. Otherwise layers of one kind (full attention, or one window) form groups of equally many layers, and each group
 takes blocks of its own. All blocks have the same bytes: where a token takes fewer bytes in the layers of one kind
-(Gemma 4), a block of these layers holds several pages. Where full attention is in 8 bits and windows are not, on a GPU,
-a block of full attention holds as many pages as have the bytes of a window's page, which is padded to the block's
-(``_align_heterogeneous_kv_block_size`` in platforms/interface.py).
+(Gemma 4), a block of these layers holds several pages.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ class Blocks:
     Attributes:
         page_size: tokens per page.
         block_bytes: bytes of one block in all layers of its group.
-        layer_bytes: bytes of one block in one layer.
         groups: pairs of a sliding window in tokens (None: full attention) and the number of groups that have it.
         pages_per_block: pages in a block of the layers with full attention.
         window_pages_per_block: pages in a block of the layers with windows.
@@ -54,7 +51,6 @@ class Blocks:
 
     page_size: int
     block_bytes: int
-    layer_bytes: int
     groups: tuple[tuple[int | None, int], ...]
     pages_per_block: int = 1
     window_pages_per_block: int = 1
@@ -72,19 +68,8 @@ class Blocks:
         most_bytes = max(page_bytes.values())
         # vLLM pads pages that do not divide the largest one.
         pages = {window: most_bytes // size if most_bytes % size == 0 else 1 for window, size in page_bytes.items()}
-        if shape.has_plain_windows and shape.kv_dtype == "int8" and None in layers:
-            pages[None] = -(-most_bytes // page_bytes[None])
-            most_bytes = pages[None] * page_bytes[None]
         local_pages = next((count for window, count in pages.items() if window is not None), 1)
-        return cls(
-            page_size,
-            group_layers * most_bytes,
-            most_bytes,
-            groups,
-            pages.get(None, 1),
-            local_pages,
-            shape.has_chunks,
-        )
+        return cls(page_size, group_layers * most_bytes, groups, pages.get(None, 1), local_pages, shape.has_chunks)
 
     @property
     def offloaded(self) -> Blocks:

@@ -202,7 +202,9 @@ class MethodMemory:
             return 0
         page_size = self.config.page_size
         return sum(
-            layers * self.blocks.layer_bytes * window_blocks(window, page_size, batch, self.room.in_flight)
+            layers
+            * self.shape.page_bytes(page_size, window)
+            * window_blocks(window, page_size, batch, self.room.in_flight)
             for window, layers in Counter(self.shape.attention_windows).items()
             if window is not None
         )

@@ -16,7 +16,7 @@ class LayerToJudge(NamedTuple):
     q: Tensor
     """``[n, heads, head_dim]`` in the model's dtype: queries of the prompt's last n tokens; n may be 0."""
     host: Tensor
-    """``[pages, kv_heads, 2, page_size, width]``, contiguous: host pages of the layer, in the dtype of `q` or 8 bits."""
+    """``[pages, kv_heads, 2, page_size, width]``, contiguous: host pages of the layer, of the dtype of `q` or int8."""
     store: Tensor
     """Pages that take the kept tokens of the request, in the format of `host`, as many as the prompt has."""
 

@@ -21,7 +21,7 @@ from hybrid_backend.engines.vllm import (
     PARKING_SCHEDULER,
     SCHEDULER,
 )
-from hybrid_backend.engines.vllm.kv_dtype import INT8, WINDOWS
+from hybrid_backend.engines.vllm.kv_dtype import INT8
 from hybrid_backend.engines.vllm.layer_kinds import AttentionShape, attention_shapes, full_shape, has_local_layers
 from hybrid_backend.errors import ConfigError, EngineError
 from hybrid_backend.in_place.step import why_not_in_place
@@ -65,12 +65,6 @@ class Start:
     def window(self) -> int | None:
         """The sliding window in tokens that the model's files name."""
         return getattr(self.text, "sliding_window", None)
-
-    @property
-    def skipped_layers(self) -> list[str]:
-        """The layers that a user keeps out of ``--kv-cache-dtype``. We keep windows out of it on a GPU ourselves."""
-        on_gpu = self.device.type == "cuda"
-        return [name for name in self.cache.kv_cache_dtype_skip_layers if name != WINDOWS or not on_gpu]
 
     @property
     def slides_only(self) -> bool:
@@ -194,10 +188,9 @@ REFUSALS: tuple[Refusal[Start], ...] = (
         lambda s: f"{s.cache.cache_dtype} instead of {s.dtype}",
     ),
     Refusal(
-        "a KV cache in 8 bits of some layers",
-        lambda s: s.cache.cache_dtype == INT8 and s.skipped_layers,
-        "leave out --kv-cache-dtype-skip-layers",
-        lambda s: f"all but {', '.join(s.skipped_layers)}",
+        "a KV cache in 8 bits of a model with sliding windows on a GPU",
+        lambda s: s.device.type == "cuda" and s.cache.cache_dtype == INT8 and s.model.get_sliding_window() is not None,
+        "use --kv-cache-dtype auto and kv_dtype: auto",
     ),
     Refusal(
         "KV connectors with a KV cache in 8 bits",

@@ -57,20 +57,6 @@ class HybridCudaPlatform(RequestHooks, CudaPlatform):
             selected_backend = None
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
 
-    @classmethod
-    def _align_heterogeneous_kv_block_size(cls, vllm_config: VllmConfig, backend_cls: Any) -> None:
-        """Widen blocks of 8 bits until they have the bytes of a window's page in the model's type.
-
-        vLLM asks the backend of the first layer for the bytes of a page. That layer may have a window, and so a backend
-        of vLLM's own, which packs 8 bits differently.
-        """
-        if chosen(vllm_config):
-            # A late import, as the backend asks for the platform.
-            from hybrid_backend.engines.vllm.backend import HybridBackend
-
-            backend_cls = HybridBackend
-        super()._align_heterogeneous_kv_block_size(vllm_config, backend_cls)
-
 
 def _disable_cached_state(vllm_config: VllmConfig) -> None:
     """Turn prefix caching off for models with state beside attention.
@@ -104,7 +90,7 @@ def fit_device(vllm_config: VllmConfig, config: HybridConfig, device_bytes: int)
     """
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     try:
-        shape = _rank_shape(vllm_config).with_kv_dtype(config.kv_dtype, on_gpu=True)
+        shape = replace(_rank_shape(vllm_config), kv_dtype=config.kv_dtype)
     except ModelError as error:
         return (f"how many requests fit the GPU is not known ({error}); if it runs out of memory, set --max-num-seqs",)
     room = MemoryRoom(device_bytes, 0, scheduler.max_num_batched_tokens, utilization=cache.gpu_memory_utilization)

@@ -6,6 +6,9 @@ request. With it comes a pool of block ids of its own, as vLLM gives its one hos
 (v1/core/single_type_kv_cache_manager.py, ``HiSparseSourceManager``). Its layers keep the backend and the kernels that
 vLLM chooses for them.
 
+Where K and V are in 8 bits, windows stay in the model's type, and their pages are padded to the bytes of a block of the
+layers with full attention (`HybridCudaPlatform._align_heterogeneous_kv_block_size`).
+
 The seams: the worker tells the engine each layer's spec (``Worker.get_kv_cache_spec``), the platform registers the
 manager of each kind of spec (``Platform.register_custom_kv_cache_specs``).
 """
@@ -30,7 +33,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hybrid_backend.engines.vllm import OWN_BACKEND
-from hybrid_backend.engines.vllm.settings import attached_config
 from hybrid_backend.errors import EngineError
 from hybrid_backend.memory_plan.blocks import NULL_BLOCKS, window_blocks
 
@@ -73,19 +75,13 @@ def on_device(specs: dict[str, KVCacheSpec], vllm_config: VllmConfig) -> dict[st
     """Replace the specs of layers that are not offloaded by specs that say what they take of the device.
 
     Raises:
-        EngineError: a layer has neither full attention, nor a sliding window, nor state; or a page that is padded to the
-            bytes of pages in 8 bits would hold few tokens.
+        EngineError: a layer has neither full attention, nor a sliding window, nor state.
     """
-    requests, page_size = vllm_config.scheduler_config.max_num_seqs, attached_config(vllm_config).page_size
+    requests = vllm_config.scheduler_config.max_num_seqs
     result: dict[str, KVCacheSpec] = {}
     for name, spec in specs.items():
         values = {entry.name: getattr(spec, entry.name) for entry in fields(spec)}
         if type(spec) is SlidingWindowSpec:
-            if spec.page_size_padded is not None and spec.block_size < page_size:
-                raise EngineError(
-                    f"page_size: {page_size} does not go with kv_dtype: int8 here, because the engine's attention over "
-                    f"windows takes blocks of {spec.block_size} tokens; set page_size: {spec.block_size}"
-                )
             result[name] = DeviceWindowSpec(**values, requests=requests, in_flight=vllm_config.max_in_flight_tokens)
         elif type(spec) is MambaSpec:
             blocks = spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes

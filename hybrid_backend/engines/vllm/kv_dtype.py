@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.engines.vllm.layer_kinds import has_windows
 from hybrid_backend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
+    from vllm.config import CacheConfig
 
 INT8 = "int8_per_token_head"
 """vLLM's name for what our ``kv_dtype: int8`` is: the same scales, and the same bytes of a token."""
-WINDOWS = "sliding_window"
-"""vLLM's name for all layers with a window in ``--kv-cache-dtype-skip-layers``."""
 
 
 def agree_on_kv_dtype(cache: CacheConfig, config: HybridConfig) -> HybridConfig:
@@ -43,17 +40,6 @@ def agree_on_kv_dtype(cache: CacheConfig, config: HybridConfig) -> HybridConfig:
             )
         cache.cache_dtype = INT8
     return config
-
-
-def leave_out_windows(vllm_config: VllmConfig) -> None:
-    """Keep the windows of a model in the model's dtype where the other layers of a GPU are in 8 bits.
-
-    vLLM's own backends attend windows on a GPU (`device_groups`), in a format of 8 bits that is not ours.
-    """
-    cache = vllm_config.cache_config
-    on_gpu = vllm_config.device_config.device_type == "cuda"
-    if on_gpu and str(cache.cache_dtype) == INT8 and has_windows(vllm_config.model_config):
-        cache.kv_cache_dtype_skip_layers = sorted({*cache.kv_cache_dtype_skip_layers, WINDOWS})
 
 
 def page_dtype(cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:

@@ -28,11 +28,6 @@ def has_local_layers(model: Any) -> bool:
     return model.get_sliding_window() is not None or bool(model.attention_chunk_size)
 
 
-def has_windows(model: Any) -> bool:
-    """Tell whether a layer of the model attends a sliding window. ``model`` is vLLM's ``ModelConfig``."""
-    return model.get_sliding_window() is not None and any(local_layers(model) or [True])
-
-
 def local_layers(model: Any) -> list[bool]:
     """Tell of each layer whether it is local; empty if the model's files name no kinds of layers.
 

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_backend.config import HybridConfig, config_from_mapping, find_config, resolve_config
 from hybrid_backend.engines.vllm import ADDITIONAL_CONFIG_KEY, BACKEND
-from hybrid_backend.engines.vllm.kv_dtype import agree_on_kv_dtype, leave_out_windows
+from hybrid_backend.engines.vllm.kv_dtype import agree_on_kv_dtype
 from hybrid_backend.engines.vllm.layer_kinds import full_shape
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.methods import with_method
@@ -46,7 +46,6 @@ def attach_config(vllm_config: VllmConfig) -> HybridConfig:
         if unread := unread_file(str(name), explicit):
             logging.getLogger("vllm.hybrid_backend").info(unread)
     config = agree_on_kv_dtype(vllm_config.cache_config, config)
-    leave_out_windows(vllm_config)
     config = _with_method(vllm_config, config)
     replace_config(vllm_config, config)
     return config

@@ -20,7 +20,6 @@ SYMBOLS: Table = {
             "check_and_update_config get_attn_backend_cls pre_register_and_update register_custom_kv_cache_specs "
             "validate_request"
         ),
-        "vllm.platforms.interface:Platform._align_heterogeneous_kv_block_size": "(vllm_config backend_cls)",
         "vllm.platforms.cuda:CudaPlatformBase": "get_device_total_memory",
     },
     "budgets of requests": {
@@ -36,8 +35,8 @@ SYMBOLS: Table = {
         "vllm.config.attention:AttentionConfig": "backend",
         "vllm.config.device:DeviceConfig": "device_type",
         "vllm.config.cache:CacheConfig": (
-            "block_size cache_dtype gpu_memory_utilization kv_cache_dtype_skip_layers kv_cache_memory_bytes "
-            "num_gpu_blocks_override skip_page_size_padded user_specified_block_size"
+            "block_size cache_dtype gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override "
+            "user_specified_block_size"
         ),
         "vllm.config.scheduler:SchedulerConfig": "async_scheduling max_num_batched_tokens max_num_seqs scheduler_cls",
         "vllm.config:ParallelConfig": (

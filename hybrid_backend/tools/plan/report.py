@@ -163,13 +163,18 @@ def make_plan(request: Request) -> Plan:
     devices = request.hardware.gpus if request.hardware else 1
     room = memory_room(request, devices)
     stock = StockMemory(request.shape, Blocks.of(request.shape, request.config.page_size), room)
+    request = replace(request, shape=replace(request.shape, kv_dtype=request.config.kv_dtype))
+    blocks = Blocks.of(request.shape, request.config.page_size)
     device = torch.device("cpu" if room.on_host else "cuda")
-    shape = request.shape.with_kv_dtype(request.config.kv_dtype, on_gpu=device.type != "cpu")
-    request = replace(request, shape=shape)
-    blocks = Blocks.of(shape, request.config.page_size)
-    request = replace(request, config=settled_config(request, device))
+    settled = settled_config(request, device)
+    request = replace(request, config=settled)
+    if device.type != "cpu" and settled.kv_dtype != "auto" and any(request.shape.attention_windows):
+        raise ConfigError(
+            f"kv_dtype: {settled.kv_dtype} does not serve {request.shape.name} on a GPU, which keeps its layers with a "
+            "sliding window in the engine's own pages; write kv_dtype: auto"
+        )
     candidates: list[Candidate] = [stock]
-    for name in request.methods or _planned_methods(request.config.method, device, request.all_methods):
+    for name in request.methods or _planned_methods(settled.method, device, request.all_methods):
         resolve_method(name)
         config = request.config.model_copy(update={"method": name})
         candidates.append(MethodMemory(request.shape, blocks, room, config))

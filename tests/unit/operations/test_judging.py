@@ -293,7 +293,7 @@ def test_a_job_that_no_kernel_can_do_is_refused_before_it_begins(native_pool: Na
     with pytest.raises(ValueError, match="do not fit 10000 tokens"):
         native_pool.judge(prompt._replace(tokens=10000), "a prompt")
     halves = [layer._replace(q=layer.q.half()) for layer in prompt.layers]
-    with pytest.raises(ValueError, match="queries of torch.float16 do not fit pages of torch.float32"):
+    with pytest.raises(ValueError, match=r"queries of torch\.float16 do not fit pages of torch\.float32"):
         native_pool.judge(prompt._replace(layers=halves), "a prompt")
     small = prompt.layers[0]._replace(store=prompt.layers[0].store[:2])
     with pytest.raises(ValueError, match="do not fit a store"):

@@ -56,18 +56,14 @@ def layer_works(step_costs: Costs, method: str, is_cpu: bool, cpu_share: float |
     work = entry.cpu_work if is_cpu and entry.cpu_work is not None else entry.work
     if entry.selects and step_costs.fits:
         work = _resident
-    shape = step_costs.shape
-    window_costs = (
-        replace(step_costs, shape=shape.with_kv_dtype("auto", False)) if shape.has_plain_windows else step_costs
-    )
     ordinal, last_full = 0, -1
     for index, window in enumerate(step_costs.shape.windows):
         if window is None:
             yield work(_Layer(step_costs, method, index, ordinal, index - last_full, cpu_share))
             last_full = index
         else:
-            attend = window_costs.stock_attention if work is _stock else window_costs.attention
-            yield LayerWork(attend(window_costs.kv(min(window, step_costs.context), window)))
+            attend = step_costs.stock_attention if work is _stock else step_costs.attention
+            yield LayerWork(attend(step_costs.kv(min(window, step_costs.context), window)))
         ordinal += window != 0
 
 
