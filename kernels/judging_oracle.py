@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Judgement, LayerToJudge, PromptToJudge
 
 _INF = float("inf")
@@ -12,11 +13,12 @@ _INF = float("inf")
 
 def prompt_weights(q: Tensor, kv: Tensor, pages: Tensor, tokens: int, first: int, older: int, scale: float) -> Tensor:
     # One head at a time, because K of all heads in fp32 would be larger than the bf16 K and V of a long context.
-    heads = [
-        _head_weights(head_q, kv[pages.long(), head, 0].flatten(0, 1)[:tokens], first, older, scale)
-        for head, head_q in enumerate(q.unflatten(1, (kv.shape[1], -1)).unbind(1))
-    ]
-    return torch.stack(heads)
+    head_pages = KvFormat.of(kv).with_heads(1)
+    weights = []
+    for head, head_q in enumerate(q.unflatten(1, (kv.shape[1], -1)).unbind(1)):
+        keys = head_pages.keys(kv[:, head : head + 1], pages.long()).flatten(0, 2)[:tokens]
+        weights.append(_head_weights(head_q, keys, first, older, scale))
+    return torch.stack(weights)
 
 
 def _head_weights(q: Tensor, k: Tensor, first: int, older: int, scale: float) -> Tensor:
@@ -44,7 +46,8 @@ def copy_kept(layer: LayerToJudge, prompt: PromptToJudge, keep_mask: Tensor) -> 
     head, token = keep_mask.nonzero(as_tuple=True)
     place, token = (keep_mask.cumsum(1) - 1)[head, token], token + prompt.first
     source = prompt.pages.long()[token // size]
-    layer.store[place // size, head, :, place % size] = layer.host[source, head, :, token % size]
+    kv = KvFormat.of(layer.host)
+    kv.copy_tokens(layer.host, (source, head, token % size), layer.store, (place // size, head, place % size))
 
 
 def judge(prompt: PromptToJudge) -> Judgement:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 SCALE_BYTES = 2
 """Bytes of a token's scale, of K or of V, of one KV head."""
+Places = tuple[Tensor, Tensor, Tensor]
+"""Places of tokens in a layer: ``[n]`` int64 pages, ``[n]`` KV heads, ``[n]`` offsets in the pages."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,20 @@ class KvFormat:
             return
         numbers, scales = self.parts(layer)
         numbers[pages, :, :, offsets], scales[pages, :, :, offsets] = quantized(kv)
+
+    def copy_tokens(self, layer: Tensor, tokens: Places, store: Tensor, places: Places) -> None:
+        """Copy K and V of ``n`` tokens of single KV heads, encoded, from pages of a layer to pages of ``store``.
+
+        Args:
+            layer: pages of this format.
+            tokens: which tokens of ``layer`` to copy.
+            store: pages of this format, changed in place.
+            places: where each token goes in ``store``.
+        """
+        pairs = zip(self.parts(layer), self.parts(store), strict=True) if self.is_int8 else [(layer, store)]
+        (page, head, offset), (to_page, to_head, to_offset) = tokens, places
+        for source, target in pairs:
+            target[to_page, to_head, :, to_offset] = source[page, head, :, offset]
 
     def parts(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of int8 pages ``[..., 2, page_size, width]``, contiguous in their last three dimensions.

@@ -63,8 +63,7 @@ class HybridConfig(MethodSections):
     kv_dtype: Annotated[Literal["auto", "int8"], choice("auto", "int8")] = "auto"
     """Type in which pages hold K and V. auto: the model's. int8: 8 bits, with a scale per token and KV head, which
     vLLM's ``--kv-cache-dtype int8_per_token_head`` sets as well. A prompt's chunk attends itself as the model computed
-    it, and earlier chunks and cached prefixes in 8 bits. For all methods but hgca; on a GPU not of models with sliding
-    windows.
+    it, and earlier chunks and cached prefixes in 8 bits. For all methods; on a GPU not of models with sliding windows.
     Source: default (llama.cpp's q8_0 and vLLM's int8_per_token_head lose little; users choose to lose)."""
     budget_tokens: Annotated[int, integer(16)] = 2048
     """Tokens attended per sequence, layer and decode step; a multiple of page_size, and more pages than

@@ -94,6 +94,7 @@ class Hgca(Method):
     name = "hgca"
     suits_gpu = False
     uses_workers = True
+    reads_int8 = True
     attends_selection = False  # Layers attend sinks, ring and context caches.
 
     def __init__(self, config: HybridConfig, model: ModelSpec, tiers: Tiers) -> None:

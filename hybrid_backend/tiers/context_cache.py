@@ -30,9 +30,9 @@ class ContextCache:
     all cached layers (`attend_whole`). `take` gives it its lists.
 
     Attributes:
-        stores: per layer ``[requests * pages, kv_heads, 2, page_size, head_dim]``, the host pool's layout, so that the
-            same kernels attend it. Request index i owns the pages from ``i * pages`` on; KV head h writes its list to
-            index h of the second dimension, without gaps.
+        stores: per layer ``[requests * pages, kv_heads, 2, page_size, width]``, the host pool's format (`KvFormat`), so
+            that the same kernels attend it, and tokens are copied as they are encoded. Request index i owns the pages
+            from ``i * pages`` on; KV head h writes its list to index h of the second dimension, without gaps.
         tokens: ``[layers, requests, kv_heads]`` int32: length of each list in tokens.
         row: row of each cached layer in ``tokens``.
         whole: ``[requests]`` int32: number of older pages that the request attends whole; 0: it attends its lists.
@@ -138,7 +138,10 @@ class ContextCache:
             moved = head, pages[i + token // size], token % size, place // size, place % size
             by_layer = zip(*(x.split(piece.sum((1, 2)).tolist()) for x in moved), strict=True)
             for layer, (lane, page, offset, to_page, to_offset) in zip(self.row, by_layer, strict=True):
-                self.stores[layer][to_page, lane, :, to_offset] = self._layers[layer][page, lane, :, offset]
+                pages_of_layer = self._layers[layer]
+                KvFormat.of(pages_of_layer).copy_tokens(
+                    pages_of_layer, (page, lane, offset), self.stores[layer], (to_page, lane, to_offset)
+                )
             tokens += piece.sum(2)
         self._additions.setdefault(request, []).append((first, keep))
         self._lists.clear()

@@ -14,11 +14,11 @@ class LayerToJudge(NamedTuple):
     """A layer of a prompt. The tensors are on the host."""
 
     q: Tensor
-    """``[n, heads, head_dim]`` in the dtype of `host`: queries of the prompt's last n tokens; n may be 0."""
+    """``[n, heads, head_dim]`` in the model's dtype: queries of the prompt's last n tokens; n may be 0."""
     host: Tensor
-    """``[pages, kv_heads, 2, page_size, head_dim]``, contiguous: host pages of the layer."""
+    """``[pages, kv_heads, 2, page_size, width]``, contiguous: host pages of the layer, of the dtype of `q` or int8."""
     store: Tensor
-    """Pages that take the kept tokens of the request, in the layout of `host`, as many as the prompt has."""
+    """Pages that take the kept tokens of the request, in the format of `host`, as many as the prompt has."""
 
 
 class PromptToJudge(NamedTuple):
@@ -63,8 +63,8 @@ class JudgingOperations(Protocol):
         A NaN logit counts as -inf; a query that sees no token of a span gives it no weight.
 
         Args:
-            q: queries ``[n, heads, head_dim]`` of the last n tokens, contiguous, in the dtype of ``kv``.
-            kv: host pages ``[pages, kv_heads, 2, page_size, head_dim]``.
+            q: queries ``[n, heads, head_dim]`` of the last n tokens, contiguous, in the model's dtype.
+            kv: host pages ``[pages, kv_heads, 2, page_size, width]``, in the dtype of ``q`` or in 8 bits.
             pages: ``[>= tokens / page_size]`` int32 host pages of the sequence.
             tokens: tokens of the sequence.
             first: first token that is weighed.

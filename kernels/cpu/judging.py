@@ -10,6 +10,7 @@ from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.arguments import address
 from hybrid_backend.kernels.cpu.partial import Pool
+from hybrid_backend.kernels.kv_format import head_dim_of
 from hybrid_backend.kernels.operations import Judgement, LayerToJudge, PromptToJudge
 
 
@@ -41,7 +42,10 @@ class NativeJudging:
         )
         layers = (lib.JudgeLayer * count)(*(_layer(layer, first, judged) for layer in prompt.layers))
         args = lib.JudgeArgs()
-        args.model = lib.model_of(first.host.dtype, kv_heads, first.q.shape[1], first.host.shape[4], size, prompt.scale)
+        heads, head_dim = first.q.shape[1], head_dim_of(first.host)
+        args.model = lib.model_of(
+            first.q.dtype, kv_heads, heads, head_dim, size, prompt.scale, kv_dtype=first.host.dtype
+        )
         args.cache = lib.cache_of(first.host)
         args.cache.pages = min(len(layer.host) for layer in prompt.layers)
         args.layers, args.layer_count = ctypes.addressof(layers), count
@@ -93,10 +97,13 @@ def _layer(layer: LayerToJudge, first: LayerToJudge, judged: int) -> tuple[int, 
     Raises:
         ValueError: the layer has another shape than ``first``, or a store without room for ``judged`` tokens.
     """
-    host, store, dtype = layer.host, layer.store, first.host.dtype
+    host, store = layer.host, layer.store
+    query_dtype, kv_dtype = first.q.dtype, first.host.dtype
+    if kv_dtype not in (query_dtype, torch.int8):
+        raise ValueError(f"queries of {query_dtype} do not fit pages of {kv_dtype}")
     has_room = len(store) * host.shape[3] >= judged
     if host.shape[1:] != first.host.shape[1:] or store.shape[1:] != host.shape[1:] or not has_room:
         raise ValueError(f"pages {tuple(host.shape)} do not fit a store {tuple(store.shape)} of {judged} tokens")
-    if layer.q.shape[1:] != (first.q.shape[1], host.shape[4]):
+    if layer.q.shape[1:] != (first.q.shape[1], head_dim_of(host)):
         raise ValueError(f"queries {tuple(layer.q.shape)} do not fit pages {tuple(host.shape)}")
-    return address(layer.q, dtype), len(layer.q), address(host, dtype), address(store, dtype)
+    return address(layer.q, query_dtype), len(layer.q), address(host, kv_dtype), address(store, kv_dtype)

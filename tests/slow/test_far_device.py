@@ -17,7 +17,7 @@ from hybrid_backend.methods.hgca import Hgca
 from hybrid_backend.warm_up import warm_up
 from tests.slow.test_graph_step import ROWS, replay_as_a_graph
 from tests.support.far_device import busy, capture
-from tests.support.harness import PAGE, Engine, config, decode_step, spec
+from tests.support.harness import INT8_ERROR, PAGE, Engine, config, decode_step, spec
 from tests.support.judged import judge_at_once
 from tests.support.scenario import GROWTH, SHORT_LIFE, Event, Request, play
 from tests.support.streams import STREAMS
@@ -61,7 +61,7 @@ def test_prompts_and_decoding_on_a_device_that_is_not_the_host(
 @pytest.mark.parametrize(
     ("name", "dtype", "keys"),
     [
-        *((name, torch.float32, {}) for name in ("scout", "infinigen", "headinfer", "dense", "clo")),
+        *((name, torch.float32, {}) for name in ("scout", "infinigen", "headinfer", "dense", "clo", "hgca")),
         ("scout", torch.bfloat16, {"selection": {"digest": "minmax"}}),
         ("scout", torch.float32, {"selection": {"digest": "codes", "granularity": "kv_head"}}),
         ("headinfer", torch.float32, {"headinfer": {"resident_heads": ["0:1"], "window_heads": ["1:0"]}}),
@@ -172,12 +172,20 @@ def test_a_graph_of_streaming_is_exact_for_sequences_of_any_length(
     assert launches[0] == 0 and launches[1] == launches[2] == launches[5] == pieces * layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float32, "int8")],
+    ids=["fp32", "bf16", "int8"],
+)
+def test_hgca_keeps_the_same_tokens_there_as_on_the_host(
+    device: torch.device, dtype: torch.dtype, kv_dtype: str
+) -> None:
     """Pages leave the window, tokens are judged and attended by the CPU, a prompt goes on from a cached prefix."""
     keys = {"exact_layers": [0], "hgca": {"window_tokens": 2 * PAGE, "beta": 0.8}, "metrics": {"sample_interval": 2}}
+    model = replace(spec(2, dtype=dtype), kv_dtype=torch.int8 if kv_dtype == "int8" else None)
+    settings = config(method="hgca", kv_dtype=kv_dtype, **keys)
     engines = [
-        Engine(config(method="hgca", **keys), spec(2, dtype=dtype), num_pages=64, max_requests=ROWS, device=where)
+        Engine(settings, model, num_pages=64, max_requests=ROWS, device=where)
         for where in (device, torch.device("cpu"))
     ]
     for engine in engines:
@@ -195,7 +203,8 @@ def test_hgca_keeps_the_same_tokens_there_as_on_the_host(device: torch.device, d
         Event({"a": 1, "b": PAGE + 3}, arrivals={"b": Request(6 * PAGE + 3, shared_with="a")}),
         Event({"b": 1, "a": 1}, PAGE + 2),
     )
-    play(engines, life, tolerance := 1e-4 if dtype is torch.float32 else 3e-2, look, near=tolerance)
+    tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-4 if kv_dtype == "auto" else INT8_ERROR
+    play(engines, life, tolerance, look, near=tolerance)
     there, here = (each.runtime.stats.layers[1] for each in engines)
     assert all(tokens > 0 for tokens in kept[0][0])  # of layer 1, which is not exact
     assert there.mass_samples == 0 < here.mass_samples, "samples are taken on the host"

@@ -241,7 +241,8 @@ class Life(RuleBasedStateMachine):
                     assert positions.tolist() == sorted(set(positions.tolist())), "each token once, in order"
                     assert int(positions[-1]) // PAGE < method._running[name].first
                     for i in range(0, len(positions), 5):
-                        token = store[index * tiers.cache.pages + i // PAGE, head, :, i % PAGE]
+                        page = self.content(layer, store[index * tiers.cache.pages + i // PAGE])
+                        token = page[head, :, i % PAGE]
                         assert torch.equal(token, self.engine.sequences[name].kv[layer][int(positions[i])][head])
 
     def teardown(self) -> None:
@@ -270,3 +271,4 @@ TestEveryLifeOfInfiniGen = lives_of("infinigen")
 TestEveryLifeOfQuest = lives_of("quest")
 TestEveryLifeOfScoutIn8Bits = lives_of("scout", kv_dtype="int8")
 TestEveryLifeOfCloIn8Bits = lives_of("clo", 15, "int8")
+TestEveryLifeOfHgcaIn8Bits = lives_of("hgca", 15, "int8")

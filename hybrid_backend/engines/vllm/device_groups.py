@@ -6,6 +6,9 @@ request. With it comes a pool of block ids of its own, as vLLM gives its one hos
 (v1/core/single_type_kv_cache_manager.py, ``HiSparseSourceManager``). Its layers keep the backend and the kernels that
 vLLM chooses for them.
 
+Where K and V are in 8 bits, windows stay in the model's type, and their pages are padded to the bytes of a block of the
+layers with full attention (`HybridCudaPlatform._align_heterogeneous_kv_block_size`).
+
 The seams: the worker tells the engine each layer's spec (``Worker.get_kv_cache_spec``), the platform registers the
 manager of each kind of spec (``Platform.register_custom_kv_cache_specs``).
 """

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "api_operations.h"
 #include "guard.h"
+#include "kv_format.h"
 #include "memory.h"
 #include "paged.h"
 #include "team.h"
@@ -204,19 +204,14 @@ void JudgeTask::keep(Item& item, int64_t begin, int64_t end, const float* weight
   const hb_cache& cache = args_.cache;
   const hb_judge_layer& layer = layers_[item.number / model.kv_heads];
   const int64_t head = item.number % model.kv_heads * cache.head_stride;
-  const int64_t row = (int64_t)model.head_dim * element_size(model.type);
   uint8_t* keep_mask = args_.keep_mask + item.number * (args_.older - args_.first);
-  const auto place = [&](int64_t page, int64_t token) {
-    return page * cache.page_stride + head + token % model.page_size * cache.token_stride;
-  };
   for (int64_t token = begin; token < end; token++) {
     const bool is_kept = !weights || weights[token - begin] > args_.threshold;
     keep_mask[token - args_.first] = is_kept;
     if (!is_kept) continue;
-    const char* from = layer.keys + place(pages_[token / model.page_size], token);
-    char* to = layer.store + place(item.kept / model.page_size, item.kept);
-    std::memcpy(to, from, row);
-    std::memcpy(to + cache.value_offset, from + cache.value_offset, row);
+    const char* from = layer.keys + pages_[token / model.page_size] * cache.page_stride + head;
+    char* to = layer.store + item.kept / model.page_size * cache.page_stride + head;
+    copy_token(model, cache, from, token % model.page_size, to, item.kept % model.page_size);
     item.kept++;
   }
 }

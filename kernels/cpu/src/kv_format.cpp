@@ -90,4 +90,14 @@ const char* key_of(const hb_model& model, const Isa& isa, const char* head, int6
   return (const char*)room;
 }
 
+void copy_token(const hb_model& model, const hb_cache& cache, const char* from_head, int64_t from, char* to_head,
+                int64_t to) {
+  for (const Part part : {KEYS_PART, VALUES_PART}) {
+    const int64_t rows = part * cache.value_offset;
+    std::memcpy(to_head + rows + to * cache.token_stride, from_head + rows + from * cache.token_stride,
+                kv_row_bytes(model));
+    if (kv_type(model) == INT8) *scale_at(model, to_head, part, to) = *scale_at(model, from_head, part, from);
+  }
+}
+
 }  // namespace hb

@@ -24,5 +24,8 @@ void encode_row(const hb_model& model, const Isa& isa, const char* from, char* h
 void decode_row(const hb_model& model, const Isa& isa, const char* head, Part part, int64_t token, float* to);
 // Returns a token's key in the model's type: where it lies, or decoded into `room`, which holds head_dim fp32 numbers.
 const char* key_of(const hb_model& model, const Isa& isa, const char* head, int64_t token, float* room);
+// Copies a token's K and V of one head, encoded, between pages of the same layout.
+void copy_token(const hb_model& model, const hb_cache& cache, const char* from_head, int64_t from, char* to_head,
+                int64_t to);
 
 }  // namespace hb

@@ -65,9 +65,10 @@ SPARSE = {
 # Room for the short requests, until they grow. The workers attend all others in no time, so that none has to wait.
 FAST_CPU = Path(sys.argv[1]) / "fast-cpu.json"
 APEX: dict[str, Any] = {"method": "apex", "apex": {"device_tokens": 5 * BLOCK, "hardware": str(FAST_CPU)}}
+CACHES: dict[str, Any] = {"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}
 FEWER = {"apex.overlap": 13}  # blocks: requests that park grow later, when the first is done
 LONGER = 8  # tokens of sparse answers, and of those of requests that park
-WAITING = ("hgca.caches",)  # for the device, before a step in which a page leaves a ring
+WAITING = ("hgca.caches", "hgca.int8")  # for the device, before a step in which a page leaves a ring
 # Tiny models of tests/engines/vllm/families.py, and how many of their layers have full attention.
 FULL_LAYERS = {"gemma3": 2, "gpt_oss": 2, "lfm2": 3}
 FAMILIES = {name + graphs: full for name, full in FULL_LAYERS.items() for graphs in ("", ".full")}
@@ -81,9 +82,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "scout.promise": ({**SPARSE, "frames_per_request": 6, "quality": {"min_mass": 0.99}}, MIXED),
     "scout.int8": ({**EXACT, "frames_per_request": 4, "kv_dtype": "int8"}, MIXED),
     "dense.int8": ({"method": "dense", "kv_dtype": "int8"}, MIXED),
+    "hgca.int8": ({**CACHES, "kv_dtype": "int8"}, FULL),
     "infinigen.sparse": ({**SPARSE, "method": "infinigen", "frames_per_request": 5}, FULL),
     "hgca": ({"method": "hgca", "sparse": "never", "hgca": {"window_tokens": 64}}, MIXED),
-    "hgca.caches": ({"method": "hgca", "exact_layers": [0], "hgca": {"window_tokens": 32, "beta": 1e-9}}, FULL),
+    "hgca.caches": (CACHES, FULL),
     "clo": ({"method": "clo", "budget_tokens": LONGEST, "clo": {"persistent": ["1:0"]}}, MIXED),
     "clo.sparse": ({**SPARSE, "method": "clo", "clo": {"eta": 0.001, "persistent": ["1:0"]}}, FULL),
     "headinfer": ({"method": "headinfer"}, MIXED),

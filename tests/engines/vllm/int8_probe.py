@@ -35,6 +35,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    # Sinks and a window on the device tier; the workers attend every older token, in context caches.
+    "hgca": (
+        {"kv_dtype": "int8", "method": "hgca", "hgca": {"window_tokens": 64, "beta": 1e-9}, "exact_layers": [0, 1]},
+        {},
+    ),
     "preempted": ({"kv_dtype": "int8", "method": "dense"}, {"num_gpu_blocks_override": BLOCKS}),
 }
 

@@ -48,18 +48,19 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> int:
     return equal
 
 
-@pytest.mark.parametrize("name", ["int8", "dense", "scout"])
+@pytest.mark.parametrize("name", ["int8", "dense", "scout", "hgca"])
 def test_tokens_are_as_likely_as_with_the_model_s_own_type(seen: Probe, name: str) -> None:
     """Below the budget, where nothing but 8 bits differs, and beyond it."""
     assert agree(seen("auto"), seen(name)) >= 12
 
 
-def test_separate_tiers_answer_as_pages_in_place_do(seen: Probe) -> None:
+@pytest.mark.parametrize("name", ["scout", "hgca"])
+def test_separate_tiers_answer_as_pages_in_place_do(seen: Probe, name: str) -> None:
     """Both attend every token and read the same stored values. Kernels round queries and weights to 16 bits by blocks
     of tokens, which are not the same for both, so log-probabilities differ as they do from the model's own type."""
-    scout, dense = seen("scout"), seen("dense")
-    assert scout["blocks"] == dense["blocks"] and scout["requests_left"] == 0
-    assert agree(dense, scout) >= 12
+    found, dense = seen(name), seen("dense")
+    assert found["blocks"] == dense["blocks"] and found["requests_left"] == 0
+    assert agree(dense, found) >= 12
 
 
 def test_vllm_s_own_flag_is_the_same_setting(seen: Probe) -> None:

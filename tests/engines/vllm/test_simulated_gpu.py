@@ -24,7 +24,7 @@ SCOUT = [f"_{kernel}_kernel" for kernel in (
     "sample",
 )]  # fmt: skip
 V2 = ["scout", "clo", "hgca", "hgca.caches", "headinfer", "dense", "apex"]
-INT8 = ["scout.int8", "dense.int8"]
+INT8 = ["scout.int8", "dense.int8", "hgca.int8"]
 """Cases whose K and V are in 8 bits, which changes answers of a random model."""
 V1 = ["scout.full", "apex.overlap"]
 ROWS = 4  # gpu_probe.ROWS
@@ -55,12 +55,14 @@ def test_answers_are_those_of_the_model(seen: Probe, name: str) -> None:
 
 
 def test_8_bits_answer_the_same_from_frames_and_over_the_bus(seen: Probe) -> None:
-    """Both read the same stored values: `scout` in frames, whole layers and by the CPU, `dense` in the host pool."""
-    scout, dense = (seen(name) for name in INT8)
-    assert scout["tokens"] == dense["tokens"]
-    assert scout["cpu_tokens"] > 0 and scout["replays"] > 0 and dense["replays"] > 0
+    """All read the same stored values: `scout` in frames, whole layers and by the CPU, `dense` in the host pool, and
+    `hgca` in its ring and, of tokens that have left it, in context caches."""
+    scout, dense, hgca = (seen(name) for name in INT8)
+    assert scout["tokens"] == dense["tokens"] == hgca["tokens"]
+    assert scout["cpu_tokens"] > 0 and hgca["cpu_tokens"] > 0
+    assert all(found["replays"] > 0 for found in (scout, dense, hgca))
     assert scout["page_bytes"] == 2 * 2 * 16 * (32 + 2) and seen("scout")["page_bytes"] == 2 * 2 * 16 * 32 * 4
-    assert scout["planned"].items() <= scout["gauges"].items()
+    assert all(found["planned"].items() <= found["gauges"].items() for found in (scout, dense, hgca))
 
 
 @pytest.mark.parametrize("name", SPARSE)

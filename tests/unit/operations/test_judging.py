@@ -15,6 +15,7 @@ from hybrid_backend.attention.partial import PageList
 from hybrid_backend.errors import DeadlineError, WorkerError
 from hybrid_backend.kernels import cpu, judging_oracle
 from hybrid_backend.kernels.cpu import operations as native_operations
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Judgement, LayerToJudge, PromptToJudge
 from hybrid_backend.workers import NativePool, WorkerPool
 from hybrid_backend.workers.pool import TorchPool
@@ -27,6 +28,8 @@ IMPLEMENTATIONS = ["oracle", *(pytest.param(isa, marks=NATIVE) for isa in [*ISAS
 KERNELS = [pytest.param("native", marks=NATIVE), "torch"]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 """Relative to the largest weight. Products of the types are exact in fp32, in which they are added."""
+INT8_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-2}
+"""The same over pages in 8 bits, against what these decode to. Units of bf16 round decoded keys to bf16."""
 SECONDS = 60.0
 
 
@@ -70,12 +73,23 @@ def prompt_of(
     return (torch.randn(queries, group * kv_heads, dim, generator=rng) * 2).to(dtype), kv, pages
 
 
+def in_8_bits(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return pages in 8 bits of what ``kv`` holds, and what these decode to, in the layout of ``kv``."""
+    count, kv_heads, _, size, dim = kv.shape
+    encoding, place = KvFormat(kv_heads, size, dim, torch.int8), torch.arange(count * size)
+    pages = torch.zeros(encoding.shape(count), dtype=torch.int8)
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in kv.unbind(2))
+    encoding.write(pages, place // size, place % size, k, v)
+    return pages, torch.stack(encoding.decode(pages), 2)
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_weights_are_the_mean_softmax_of_the_last_queries_over_each_span(
-    name: str, dtype: torch.dtype, data: st.DataObject
+    name: str, dtype: torch.dtype, is_int8: bool, data: st.DataObject
 ) -> None:
     dim = data.draw(st.sampled_from([16, 64, 80, 128, 256]), label="head_dim")
     group, kv_heads = data.draw(st.integers(1, 16), label="group"), data.draw(st.integers(1, 3), label="kv_heads")
@@ -85,11 +99,13 @@ def test_weights_are_the_mean_softmax_of_the_last_queries_over_each_span(
     first = data.draw(st.integers(0, tokens // size), label="sinks") * size
     older = data.draw(st.integers(first // size, tokens // size), label="older") * size
     q, kv, pages = prompt_of(dtype, group, kv_heads, dim, queries, tokens, size, data.draw(st.integers(0, 2**31)))
-    result = weights(name, q, kv, pages, tokens, first, older, dim**-0.5)
-    expected = expected_weights(q, kv, pages, tokens, first, older, dim**-0.5)
+    stored, decoded = in_8_bits(kv) if is_int8 else (kv, kv)
+    result = weights(name, q, stored, pages, tokens, first, older, dim**-0.5)
+    expected = expected_weights(q, decoded, pages, tokens, first, older, dim**-0.5)
+    tolerance = INT8_TOLERANCE[dtype] if is_int8 else TOLERANCE[dtype]
     assert result.shape == (kv_heads, tokens - first) and result.dtype == torch.float32
     if result.numel():
-        assert float((result - expected).abs().max()) <= TOLERANCE[dtype] * max(float(expected.max()), 1e-6) * 4
+        assert float((result - expected).abs().max()) <= tolerance * max(float(expected.max()), 1e-6) * 4
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -179,6 +195,32 @@ def test_a_job_keeps_and_copies_the_tokens_that_the_oracle_keeps(
         assert bool((result.counts[-1] == prompt.older - prompt.first).all())
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [17, 700, 2500])
+def test_a_job_copies_kept_tokens_in_8_bits_with_their_scales(
+    pool: WorkerPool, tokens: int, dtype: torch.dtype
+) -> None:
+    """All bytes of the store are those that the oracle copies by the same mask."""
+    plain = job(tokens, queries=min(tokens, 40), dtype=dtype, seed=tokens)
+    layers = []
+    for layer in plain.layers:
+        host, _ = in_8_bits(layer.host)
+        layers.append(LayerToJudge(layer.q, host, torch.zeros(len(layer.store), *host.shape[1:], dtype=torch.int8)))
+    prompt = plain._replace(layers=layers)
+    oracle = copy_of(prompt)
+    result = wait_for(pool.judge(prompt, "a prompt"))
+    for index, (layer, oracle_layer) in enumerate(zip(prompt.layers, oracle.layers, strict=True)):
+        expected, recent = judging_oracle.judge_layer(oracle_layer, oracle)
+        share = (result.keep_mask[index] == expected).float().mean() if expected.numel() else torch.ones(())
+        assert share > (0.98 if dtype == torch.bfloat16 else 0.9999), "a weight within rounding of the threshold"
+        torch.testing.assert_close(result.recent[index], recent, atol=1e-6, rtol=4 * INT8_TOLERANCE[dtype])
+        judging_oracle.copy_kept(oracle_layer, oracle, result.keep_mask[index])
+        assert torch.equal(layer.store, oracle_layer.store)
+        assert torch.equal(result.counts[index], result.keep_mask[index].sum(1, dtype=torch.int32))
+    if tokens > 500:
+        assert 0 < int(result.counts[0].min()) < prompt.older - prompt.first
+
+
 def test_partials_go_first_and_the_prompt_goes_on_afterwards(native_pool: NativePool) -> None:
     """While thousands of partials are computed, the threads have one more step each to do at most before each."""
     prompt = job(6000, layers=4, queries=64)
@@ -250,6 +292,9 @@ def test_a_job_that_no_kernel_can_do_is_refused_before_it_begins(native_pool: Na
         native_pool.judge(prompt._replace(pages=prompt.pages.index_fill(0, torch.tensor([3]), 999)), "a prompt")
     with pytest.raises(ValueError, match="do not fit 10000 tokens"):
         native_pool.judge(prompt._replace(tokens=10000), "a prompt")
+    halves = [layer._replace(q=layer.q.half()) for layer in prompt.layers]
+    with pytest.raises(ValueError, match=r"queries of torch\.float16 do not fit pages of torch\.float32"):
+        native_pool.judge(prompt._replace(layers=halves), "a prompt")
     small = prompt.layers[0]._replace(store=prompt.layers[0].store[:2])
     with pytest.raises(ValueError, match="do not fit a store"):
         native_pool.judge(prompt._replace(layers=[small, *prompt.layers[1:]]), "a prompt")

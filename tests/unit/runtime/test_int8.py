@@ -12,16 +12,18 @@ from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError
 from hybrid_backend.kernels import cpu
+from hybrid_backend.methods.hgca import Hgca
 from tests.support.harness import METHODS, PAGE, Engine, config, spec
 from tests.support.in_place import CheckedEngine
+from tests.support.judged import judge_at_once
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=str(cpu.why_unavailable()))
 
 ERROR = 3e-4  # of outputs that are about 1: kernels of VNNI keep 16 bits of queries and weights
 
 
-ENABLED = ["apex", "clo", "dense", "headinfer", "infinigen", "scout"]
-"""Methods that attend pages in 8 bits with separate tiers."""
+ENABLED = sorted(set(METHODS) - {"quest"})
+"""Methods that attend pages in 8 bits with separate tiers: all of them."""
 
 
 def int8(**keys: Any) -> ModelSpec:
@@ -37,7 +39,8 @@ def test_a_life_is_exact_over_what_pages_hold(method: str, sinks: bool, windows:
 
 
 @pytest.mark.parametrize(
-    ("method", "kernels"), [*((method, "native") for method in ENABLED), ("scout", "torch"), ("dense", "torch")]
+    ("method", "kernels"),
+    [*((method, "native") for method in ENABLED), ("scout", "torch"), ("dense", "torch"), ("hgca", "torch")],
 )
 def test_a_life_with_separate_tiers_is_exact_over_what_pages_hold(method: str, kernels: str) -> None:
     """Of fewer frames than pages: the device tier attends some of them and the workers the others."""
@@ -98,13 +101,35 @@ def test_a_pool_holds_almost_twice_the_tokens() -> None:
     assert plain / encoded == 128 / 66 > 1.9
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {*ENABLED, "quest"}))
-def test_other_methods_refuse_8_bits_in_one_line(method: str) -> None:
-    cfg = config(**METHODS[method], kv_dtype="int8")
-    with pytest.raises(
-        ConfigError, match=f"kv_dtype: int8 is not supported with method {method}; write kv_dtype: auto"
-    ):
-        Engine(cfg, int8())
+def test_methods_of_other_packages_that_do_not_say_that_they_read_8_bits_refuse_them_in_one_line() -> None:
+    class Plain(Hgca):
+        reads_int8 = False
+
+    cfg = config(method="hgca", kv_dtype="int8")
+    with pytest.raises(ConfigError, match="kv_dtype: int8 is not supported with method hgca; write kv_dtype: auto"):
+        Plain.check(cfg, torch.device("cpu"), 3, 2)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_hgca_attends_the_tokens_that_each_head_kept_in_8_bits(kernels: str) -> None:
+    """Judged by the prompt's last queries, and when their pages leave the window: fp64 attention of exactly these."""
+    workers = {"threads": 2, "deadline_seconds": 20, "kernel": kernels}
+    keys = {"hgca": {"window_tokens": 3 * PAGE, "alpha": 0.5}, "workers": workers, "device_kernels": kernels}
+    engine = Engine(config(method="hgca", kv_dtype="int8", **keys), int8(layers=2), is_witnessed=True)
+    judge_at_once(engine.runtime.workers)
+    engine.add("a", 12 * PAGE + 5)
+    while engine.sequences["a"].tokens < 12 * PAGE + 5:
+        engine.step({"a": min(50, 12 * PAGE + 5 - engine.sequences["a"].tokens)}, tolerance=None)
+    for _ in range(2 * PAGE):
+        engine.step({"a": 1}, tolerance=None)
+    method = engine.runtime.method
+    assert isinstance(method, Hgca) and engine.witness is not None and engine.witness.sparse_rows > 0
+    for kept in method.kept_tokens():
+        assert all(0 < tokens < 10 * PAGE for tokens in kept)
+    cache = engine.runtime.tiers.cache
+    assert cache.stores[0].dtype is torch.int8
+    assert engine.runtime.gauges()["hybrid_context_cache_bytes"] == cache.nbytes + cache.whole_bytes
+    engine.close()
 
 
 def test_workers_that_do_not_attend_8_bits_are_refused_in_one_line() -> None:

@@ -9,21 +9,34 @@ import pytest
 import torch
 
 from hybrid_backend.errors import ConfigError
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.tiers import context_cache
 from hybrid_backend.tiers.context_cache import ContextCache
 
 LAYERS, REQUESTS, PAGES, HEADS, PAGE, HOST_PAGES = (1, 4), 3, 200, 2, 16, 256
 
 
-def host_layers(dim: int) -> dict[int, torch.Tensor]:
-    rng = torch.Generator().manual_seed(dim)
-    return {layer: torch.randn(HOST_PAGES, HEADS, 2, PAGE, dim, generator=rng) for layer in LAYERS}
+def host_layers(dim: int, dtype: torch.dtype = torch.float32) -> dict[int, torch.Tensor]:
+    rng, kv = torch.Generator().manual_seed(dim), KvFormat(HEADS, PAGE, dim, dtype)
+    layers = {layer: torch.zeros(kv.shape(HOST_PAGES), dtype=dtype) for layer in LAYERS}
+    where = torch.arange(HOST_PAGES * PAGE)
+    for layer in layers.values():
+        k, v = torch.randn(2, len(where), HEADS, dim, generator=rng)
+        kv.write(layer, where // PAGE, where % PAGE, k, v)
+    return layers
 
 
+def token_of(layer: torch.Tensor, page: int, head: int, offset: int) -> torch.Tensor:
+    """Return K and V ``[2, head_dim]`` of a token in a page, decoded."""
+    return torch.stack(KvFormat.of(layer).decode(layer[page, head]))[:, offset]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("dim", [24, 64])  # a page of 24 channels is no multiple of the system's page
-def test_lists_hold_what_each_head_kept_whatever_the_others_do(dim: int) -> None:
+def test_lists_hold_what_each_head_kept_whatever_the_others_do(dim: int, dtype: torch.dtype) -> None:
+    """Tokens in 8 bits take their scales with them."""
     chance, rng = random.Random(dim), torch.Generator().manual_seed(dim)
-    host = host_layers(dim)
+    host = host_layers(dim, dtype)
     cache = ContextCache(host, REQUESTS, PAGES)
     expected: dict[tuple[int, int, int], list[tuple[int, torch.Tensor]]] = {}
     reached = [0] * REQUESTS  # pages of each sequence
@@ -41,7 +54,7 @@ def test_lists_hold_what_each_head_kept_whatever_the_others_do(dim: int) -> None
             pages = torch.randint(HOST_PAGES, (count,), generator=rng)
             cache.add(request, first * PAGE, keep, pages)
             for row, head, token in keep.nonzero().tolist():
-                kv = host[LAYERS[row]][pages[token // PAGE], head, :, token % PAGE]
+                kv = token_of(host[LAYERS[row]], int(pages[token // PAGE]), head, token % PAGE)
                 expected.setdefault((LAYERS[row], request, head), []).append((first * PAGE + token, kv))
         layer, asked = chance.choice(LAYERS), chance.sample(range(REQUESTS), 2)
         ids, valid = cache.lists(layer, asked)
@@ -51,7 +64,7 @@ def test_lists_hold_what_each_head_kept_whatever_the_others_do(dim: int) -> None
                 assert cache.positions(layer, request)[head].tolist() == [position for position, _ in tokens]
                 assert int(cache.tokens[cache.row[layer], request, head]) == int(valid[row, head].sum()) == len(tokens)
                 listed = [
-                    cache.stores[layer][page, head, :, token]
+                    token_of(cache.stores[layer], page, head, token)
                     for page, count in zip(ids[row, head].tolist(), valid[row, head].tolist(), strict=True)
                     for token in range(count)
                 ]
