@@ -19,7 +19,7 @@ from hybrid_backend.tiers.state import StepState
 class _Fill(NamedTuple):
     """Copies into the frames of one request in one layer: ``[n]`` int32; frame -1: no copy."""
 
-    index: int
+    request: int
     layer: int
     host_pages: Tensor
     frames: Tensor
@@ -68,7 +68,7 @@ class AwaitedFills:
             return
         self._number += 1
         awaited, device = self._state.awaited, self._tiers.device
-        indices = list(dict.fromkeys(fill.index for fill in fills))
+        indices = list(dict.fromkeys(fill.request for fill in fills))
         awaited.expected.index_fill_(0, sent(torch.tensor(indices), device), self._number)
         awaited.time_left.fill_(round(self._deadline * 1e9))
         done = None
@@ -78,7 +78,7 @@ class AwaitedFills:
             if self._stream is not None:
                 done = self._stream.record_event()
         for index in indices:
-            self._begun[index] = [fill for fill in fills if fill.index == index], done
+            self._begun[index] = [fill for fill in fills if fill.request == index], done
         heads = self._tiers.frames.layers[fills[0].layer].shape[1]
         if done is not None and len(indices) * heads > self._most_programs:
             torch.cuda.current_stream().wait_event(done)
@@ -109,7 +109,7 @@ class AwaitedFills:
 
     def release(self, index: int) -> None:
         """Forget the copies of a request, whose frames are about to change. The step's stream waits for the last."""
-        self._added = [fill for fill in self._added if fill.index != index]
+        self._added = [fill for fill in self._added if fill.request != index]
         _, done = self._begun.pop(index, (None, None))
         if done is not None:
             torch.cuda.current_stream().wait_event(done)

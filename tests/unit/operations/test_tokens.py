@@ -14,7 +14,8 @@ from hybrid_backend.kernels import byte_digests, codes, reference
 from hybrid_backend.kernels.digest_format import CODES, MINMAX_INT8
 from hybrid_backend.kernels.operations import AwaitedPages, Operations
 from tests.support.cases import relative_error
-from tests.unit.implementations import over_implementations
+from tests.support.gpu import ON_GPU
+from tests.unit.implementations import MODULES, over_implementations
 from tests.unit.operations.cases import (
     DTYPES,
     INF,
@@ -112,7 +113,9 @@ def test_rows_whose_pages_do_not_arrive_are_late_and_no_others(
     assert int(awaited.time_left) == (0 if late else milliseconds * 10**6)
 
 
+@over_implementations(names=[name for name in MODULES if name != "triton" or not ON_GPU])
 def test_a_row_waits_until_its_pages_have_arrived(operations: Operations) -> None:
+    """A GPU reads copies of the tensors, which no thread changes. tests/slow/test_awaited_fills.py runs there."""
     awaited, seconds = waits([4, 5], 3, milliseconds=20_000), time.perf_counter()
     timers = [threading.Timer(0.05 * copy, awaited.arrived.fill_, [3 + copy]) for copy in (1, 2)]
     for timer in timers:
