@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid_backend.batch import sent
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import DeadlineError
+from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.side_stream import side_stream
 from hybrid_backend.tiers.state import StepState
@@ -92,20 +93,23 @@ class AwaitedFills:
         if tiers.is_async:
             self._signal.arrive(self._state.awaited.of(self._positions[layer]).arrived, self._number)
 
-    def late_rows(self, number: int, indices: Iterable[int | None]) -> list[int]:
-        """Return the rows of step ``number`` whose pages did not arrive in time, for a step that the device has passed.
+    def failure(
+        self, number: int, request_ids: Sequence[str], indices: Sequence[int | None]
+    ) -> tuple[DeadlineError | None, list[int]]:
+        """Return the error of step ``number``, which the device has passed, and the rows whose pages were late.
 
-        ``indices`` are the request indices of the rows; None for a request that is gone.
+        Args:
+            number: number of the step (`StepInputs.number`).
+            request_ids: requests of the rows.
+            indices: request index of each row; None for a request that is gone.
         """
-        late = self._state.awaited.late[number % len(self._state.awaited.late)].tolist()
-        return [row for row, index in enumerate(indices) if index is not None and late[index] == number]
-
-    def error(self, request_ids: Iterable[str]) -> DeadlineError:
-        """Return the error of a step in which the pages of these requests were late."""
-        return DeadlineError(
-            f"the pages of {', '.join(request_ids)} were not copied to the GPU within workers.deadline_seconds="
-            f"{self._deadline}"
-        )
+        late = self._state.awaited.late[number % STEPS].tolist()
+        rows = [row for row, index in enumerate(indices) if index is not None and late[index] == number]
+        if not rows:
+            return None, []
+        names = ", ".join(request_ids[row] for row in rows)
+        seconds = f"workers.deadline_seconds={self._deadline}"
+        return DeadlineError(f"the pages of {names} were not copied to the GPU within {seconds}"), rows
 
     def release(self, index: int) -> None:
         """Forget the copies of a request, whose frames are about to change. The step's stream waits for the last."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.batch import DecodeRows, ModelSpec, Step, StepFailure, whole_tokens
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step.admission import Filling
@@ -177,20 +176,16 @@ class StepDriver:
         if rows is None:
             return None
         indices = [self._tiers.frames.index(name) for name in rows.request_ids]
-        error: WorkerError | None = self.cpu_attention.failure(number)
-        failed_rows = list(range(rows.count))
-        if error is None and (late_rows := self.buffers.awaited_fills.late_rows(number, indices)):
-            error = self.buffers.awaited_fills.error(rows.request_ids[r] for r in late_rows)
-            failed_rows = late_rows
+        error, failed_rows = self.cpu_attention.failure(number), list(range(rows.count))
+        if error is None:
+            error, failed_rows = self.buffers.awaited_fills.failure(number, rows.request_ids, indices)
         if error is None and self.waiting is not None:
             errors = self.waiting.failures(number, indices)
             error, failed_rows = next(iter(errors.values()), None), list(errors)
         if error is None:
             return None
         # The queries after a missing partial are wrong, and so are the selections that they made.
-        for index in indices:
-            if index is not None:
-                self._inputs.select_again(index)
+        self._inputs.select_again(indices)
         written = self._inputs.written_pages[number % STEPS].tolist()
         return StepFailure(error, [rows.request_ids[r] for r in failed_rows], [written[r] for r in failed_rows])
 
