@@ -13,6 +13,7 @@ from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import (
     AGGREGATES,
     SIMILARITIES,
+    AwaitedPages,
     Copies,
     Counters,
     Maps,
@@ -74,11 +75,12 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
         dim**-0.5, 0.3, True,
     )  # fmt: skip
     kernels.build_digests(host, digests, line, line)
-    kernels.append_tokens(new, new, host, line, line, host, line, table, digests)
+    awaited = AwaitedPages(line, line[:1], line[:1], torch.zeros(8, rows, dtype=torch.int32), long[:1])
+    kernels.append_tokens(new, new, host, line, line, host, line, table, digests, awaited=awaited)
     kernels.build_digests(host, coded, line, line)
     kernels.append_tokens(new, new, host, line, long, digests=coded)
     kernels.build_digests(host, rounded, line, line)
-    kernels.append_tokens(new, new, host, line, line, host, line, table, rounded)
+    kernels.append_tokens(new, new, host, line, line, host, line, table, rounded, awaited=awaited)
     kernels.append_tokens(new, new, host, line, long, digests=rounded)
     again = Reuse(line, *[table[:, :1]] * 3, torch.zeros(rows, 1, max(COLUMNS)))
     for reuse in (None, again):
@@ -146,6 +148,7 @@ def launch_all(kv_heads: int, group: int, dim: int, page: int, dtype: torch.dtyp
     kernels.copy_pages(host, host, line, line)
     signal.ask(q, q, line, line[:1], line[:1], line[:, None], counters)
     signal.await_answer(line, line[:1], line, long[:1], counters)
+    signal.arrive(line[:1], 3)
     flags = torch.zeros(rows, 16, dtype=torch.int32)
     boxes = RequestBoxes(q, table, line, line, *cpu, flags, flags, flags)
     questions.ask_rows(boxes, q, table, line, line, line, 3, line)
@@ -179,8 +182,9 @@ def launch_encoded(kv_heads: int, group: int, dim: int, page: int, dtype: torch.
     kernels.page_weights(q, host, table, table, line[:, None], lse, average, dim**-0.5, 0.3, True)
     for store in (digests, coded, rounded):
         kernels.build_digests(host, store, line, line)
+    awaited = AwaitedPages(line, line[:1], line[:1], torch.zeros(8, rows, dtype=torch.int32), long[:1])
     for store in (digests, rounded):
-        kernels.append_tokens(new, new, host, line, line, host, line, table[:, 0], store)
+        kernels.append_tokens(new, new, host, line, line, host, line, table[:, 0], store, awaited=awaited)
     for store in (None, rounded, coded):
         kernels.append_tokens(new, new, host, line, long, digests=store)
     kernels.append_tokens(new, new, host, line, line, heads=long)

@@ -315,24 +315,6 @@ def with_late_prefixes(
     return replace(batch, decode=[is_decode and r not in late for r, is_decode in enumerate(batch.decode)])
 
 
-def with_missing_prefixes(batch: Batch, holds: Callable[[str], bool], needs_chunk: Callable[[str, int], bool]) -> Batch:
-    """Run a request's first decode row as a prefill chunk of one token, if pages that it needs are on the host alone.
-
-    A chunk copies these pages layer by layer in parallel with the step. A batch of single tokens stays as it is,
-    because such a step may be a CUDA graph, which cannot hold a prefill chunk.
-
-    Args:
-        batch: the batch of the engine.
-        holds: tells whether a request has run a decode step already.
-        needs_chunk: tells by a request and its tokens before the step whether it needs pages of the host alone.
-    """
-    if max((end - start for start, end in pairwise(batch.query_start)), default=1) == 1:
-        return batch
-    rows = zip(batch.request_ids, batch.seq_lens, batch.decode, strict=False)
-    decode = [is_decode and (holds(name) or not needs_chunk(name, tokens - 1)) for name, tokens, is_decode in rows]
-    return replace(batch, decode=decode)
-
-
 def make_step(number: int, batch: Batch, page_size: int) -> Step:
     """Split a batch into decode rows and prefill chunks. ``number`` counts the steps since start."""
     decoding = [r for r, is_decode in enumerate(batch.decode) if is_decode]

@@ -39,4 +39,4 @@ class WorkerError(HybridError):
 
 
 class DeadlineError(WorkerError):
-    """A CPU worker did not answer in time."""
+    """A CPU worker did not answer in time, or pages did not arrive on the device in time."""

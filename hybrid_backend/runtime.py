@@ -12,15 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybrid_backend.batch import (
-    Batch,
-    ModelSpec,
-    Step,
-    StepFailure,
-    make_step,
-    with_late_prefixes,
-    with_missing_prefixes,
-)
+from hybrid_backend.batch import Batch, ModelSpec, Step, StepFailure, make_step, with_late_prefixes
 from hybrid_backend.config import HybridConfig
 from hybrid_backend.errors import ConfigError, WorkerError
 from hybrid_backend.in_place.prompts import InPlacePrompts
@@ -125,10 +117,7 @@ class HybridRuntime:
     def begin_step(self, batch: Batch) -> Step:
         """Start a step over the layers with full attention. A step that is still open is abandoned first."""
         self._abandon_open()
-        executor, is_async = self.executor, self.tiers.is_async
-        batch = with_late_prefixes(batch, self.config.page_size, executor.holds, is_async)
-        if is_async and executor.residency is not None:
-            batch = with_missing_prefixes(batch, executor.holds, executor.residency.needs_chunk)
+        batch = with_late_prefixes(batch, self.config.page_size, self.executor.holds, self.tiers.is_async)
         step = make_step(self._steps, batch, self.config.page_size)
         self._steps += 1
         self._open = step

@@ -18,7 +18,7 @@ A row is one decoding sequence. It has the queries ``query_start[row]:query_star
 A *padding row* has no pages (``num_pages`` 0) and writes nowhere (its page is -1): nothing is selected, attended,
 planned or opened for it, whatever its request index; its partial is empty (output 0, lse -inf). A NaN score counts as
 -inf in all operations, and 0.0 equals -0.0. Values that change from step to step lie in tensors, and no operation reads
-a tensor on the host or waits, so that a CUDA graph can hold all of them.
+a tensor on the host or waits on the host, so that a CUDA graph can hold all of them.
 
 A running request has an index. It owns the frames ``index``, ``index + n``, ``index + 2 n`` and so on of each layer,
 where n requests may run. So a layer may have fewer frames than another one.
@@ -34,6 +34,7 @@ from hybrid_backend.kernels.contract.buffers import (
     FAILED,
     NOWHERE,
     SIMILARITIES,
+    AwaitedPages,
     Copies,
     Counters,
     Maps,
@@ -55,6 +56,7 @@ __all__ = [
     "FAILED",
     "NOWHERE",
     "SIMILARITIES",
+    "AwaitedPages",
     "Copies",
     "Counters",
     "Judgement",

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_backend.kernels.awaited_pages import await_pages
 from hybrid_backend.kernels.digest_format import digest_format_of
 from hybrid_backend.kernels.head_oracle import cosine, plain_lists
 from hybrid_backend.kernels.head_oracle import match_labels as match_labels
 from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.kv_format import KvFormat
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Reuse, Sample, Selection
+from hybrid_backend.kernels.operations import AwaitedPages, Copies, Counters, Maps, Reuse, Sample, Selection
 from hybrid_backend.kernels.reuse_oracle import chosen_again, scores_again, store_selection
 
 _INF = float("inf")
@@ -25,8 +26,9 @@ _INF = float("inf")
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None, heads: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None, awaited: AwaitedPages | None = None,
 ) -> None:  # fmt: skip
+    await_pages(awaited, requests, pages)
     kv_format, page_size = KvFormat.of(host), host.shape[3]
     rows = pages >= 0
     k, v = (k, v) if heads is None else (k[:, heads], v[:, heads])

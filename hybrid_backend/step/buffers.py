@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels.operations import Copies, Maps, Reuse
+from hybrid_backend.kernels.operations import AwaitedPages, Copies, Maps, Reuse
+from hybrid_backend.step.awaited_fills import AwaitedFills
 from hybrid_backend.step.budgets import LayerBudgets
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.sizes import StepShape
@@ -35,6 +36,8 @@ class LayerBuffers(NamedTuple):
     """Recalls of the layer that are under way."""
     counters: Tensor
     """``[COUNTERS]`` int64 totals of the layer on the device tier (`kernels.operations.Counters`)."""
+    awaited: AwaitedPages | None
+    """Copies to the layer's frames that rows wait for; None if no row waits, as copies are done at once."""
     reuse: Reuse | None
     """Selections of the layer that later steps attend again; None if each step selects, or attends every page."""
 
@@ -63,6 +66,7 @@ class StepBuffers:
         )  # fmt: skip
         self.inputs, self.maps = self.state.inputs, self.state.maps
         self.layers = {layer: self._layer(tiers, layer, index) for index, layer in enumerate(layers)}
+        self.awaited_fills = AwaitedFills(config, tiers, self.state, layers)
         budgets = {layer: round(config.budget_pages * factors.get(layer, 1)) for layer in layers}
         limits = [max(budgets[layer], self.layers[layer].maps.size) for layer in layers] if shape.frames else None
         self.layer_budgets = LayerBudgets(config, factors, layers, limits) if factors else None
@@ -77,6 +81,7 @@ class StepBuffers:
         return LayerBuffers(
             index, tiers.host.views[layer], frames, None if frames is None else maps.frame_of,
             tiers.digest_layer(layer), maps, self.state.copies.of(index), self.state.counters[index],
+            self.state.awaited.of(index) if tiers.is_async and frames is not None else None,
             self.state.reuse.of(index) if is_reused else None,
         )  # fmt: skip
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from hybrid_backend.attention.quality import covered_tokens
 from hybrid_backend.batch import DecodeRows, ModelSpec, Step, StepFailure, whole_tokens
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.errors import WorkerError
 from hybrid_backend.kernels.cpu import STEPS
 from hybrid_backend.observe.stats import Stats
 from hybrid_backend.step.admission import Filling
@@ -120,6 +119,7 @@ class StepDriver:
             self.cpu_attention.begin(rows.count)
         if self.residency is not None:
             self._tiers.copied_pages += self.residency.open(rows, indices)
+            self.buffers.awaited_fills.begin()
         if self._tiers.whole.stores:
             layers = self._tiers.whole.stores
             self._counting.count_tokens(int(rows.seq_lens.sum()), int(rows.num_pages.sum()), layers=layers)
@@ -175,17 +175,17 @@ class StepDriver:
         rows, number = step.decode, step.number + 1
         if rows is None:
             return None
-        error: WorkerError | None = self.cpu_attention.failure(number)
-        failed_rows = list(range(rows.count))
+        indices = [self._tiers.frames.index(name) for name in rows.request_ids]
+        error, failed_rows = self.cpu_attention.failure(number), list(range(rows.count))
+        if error is None:
+            error, failed_rows = self.buffers.awaited_fills.failure(number, rows.request_ids, indices)
         if error is None and self.waiting is not None:
-            errors = self.waiting.failures(number, [self._tiers.frames.index(name) for name in rows.request_ids])
+            errors = self.waiting.failures(number, indices)
             error, failed_rows = next(iter(errors.values()), None), list(errors)
         if error is None:
             return None
         # The queries after a missing partial are wrong, and so are the selections that they made.
-        for index in map(self._tiers.frames.index, rows.request_ids):
-            if index is not None:
-                self._inputs.select_again(index)
+        self._inputs.select_again(indices)
         written = self._inputs.written_pages[number % STEPS].tolist()
         return StepFailure(error, [rows.request_ids[r] for r in failed_rows], [written[r] for r in failed_rows])
 
@@ -206,6 +206,7 @@ class StepDriver:
         index = self._tiers.frames.release(request_id)
         if index is not None:
             self._inputs.release(index)
+            self.buffers.awaited_fills.release(index)
             if self.waiting is not None:
                 self.waiting.release(index)
         if self.residency is not None:
@@ -264,7 +265,7 @@ class StepDriver:
         pages = inputs.pages if self.waiting is None else self.waiting.stored(len(q))
         self._tiers.operations.append_tokens(
             k, v, buffers.host, pages, inputs.positions, buffers.frames, inputs.requests, buffers.frame_of,
-            buffers.digests,
+            buffers.digests, awaited=buffers.awaited,
         )  # fmt: skip
         self._tiers.append_heads(layer, pages, inputs.positions, k, v)
         return self._method.attend(self.toolbox, layer, q)
@@ -351,14 +352,13 @@ def _residency(
     """Return what decides the frames of the pages of a method whose rows never wait; None: there are no frames."""
     if isinstance(method, FixedFrames):
         keeps_prompts = not isinstance(method, AttendsPrompts)
-        return FixedResidency(tiers, buffers.maps, method.frame_of, method.held_pages, config.page_size, keeps_prompts)
+        return FixedResidency(tiers, buffers, method.frame_of, method.held_pages, keeps_prompts)
     if not buffers.shape.frames:
         return None
-    maps = {layer: layer_buffers.maps for layer, layer_buffers in buffers.layers.items()}
-    fillings = {layer: _filling(method, buffers, layer) for layer in maps}
+    fillings = {layer: _filling(method, buffers, layer) for layer in buffers.layers}
     is_guessing = looks_ahead(type(method), config) and config.lookahead.partial_query == "predicted"
-    guessed = [layer for layer in maps if is_guessing and method.uses_workers and config.is_predicted(layer)]
-    return MappedResidency(config, model, tiers, buffers.state, maps, fillings, guessed)
+    guessed = [layer for layer in fillings if is_guessing and method.uses_workers and config.is_predicted(layer)]
+    return MappedResidency(config, model, tiers, buffers, fillings, guessed)
 
 
 def _filling(method: Method, buffers: StepBuffers, layer: int) -> Filling:

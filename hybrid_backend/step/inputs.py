@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -83,9 +85,11 @@ class InputWriter:
     def release(self, index: int) -> None:
         """Forget the request with this index."""
         self._ages[index] = self.pages_of_index[index] = 0
-        self.select_again(index)
+        self.select_again([index])
 
-    def select_again(self, index: int) -> None:
-        """Let a request select its pages in its next step, whatever it attended before."""
+    def select_again(self, indices: Iterable[int | None]) -> None:
+        """Let requests select their pages in their next step, whatever they attended before; None: a gone request."""
         if self._epochs is not None:
-            self._epochs.end(index)
+            for index in indices:
+                if index is not None:
+                    self._epochs.end(index)

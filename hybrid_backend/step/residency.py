@@ -10,11 +10,10 @@ from torch import Tensor
 
 from hybrid_backend.batch import DecodeRows, ModelSpec, PrefillRow, Step, sent
 from hybrid_backend.config import HybridConfig
-from hybrid_backend.kernels.operations import Maps
 from hybrid_backend.step.admission import FRESH, Admission, Filling, age_importance
+from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.step.fills import Fills
 from hybrid_backend.tiers import Tiers
-from hybrid_backend.tiers.state import StepState
 
 
 class Residency(Protocol):
@@ -38,13 +37,6 @@ class Residency(Protocol):
 
     def lacks(self, index: int) -> bool:
         """Tell whether a request began to decode without all of its pages on the device."""
-
-    def needs_chunk(self, request_id: str, tokens: int) -> bool:
-        """Tell whether a request should compute its next token in a prefill chunk, and not in a decode row.
-
-        A chunk copies missing pages layer by layer in parallel with the step. A request that begins to decode after
-        ``tokens`` tokens would wait for them.
-        """
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Prepare the frames for a step whose inputs are written; return the number of copied pages.
@@ -77,8 +69,7 @@ class MappedResidency:
         config: HybridConfig,
         model: ModelSpec,
         tiers: Tiers,
-        state: StepState,
-        maps: dict[int, Maps],
+        buffers: StepBuffers,
         fillings: Mapping[int, Filling],
         guessed_layers: Collection[int],
     ) -> None:
@@ -88,18 +79,18 @@ class MappedResidency:
             config: page size, sinks, and what selects pages.
             model: shapes on this rank.
             tiers: host pool and frames.
-            state: buffers of the steps.
-            maps: residency maps of each layer with frames.
+            buffers: buffers of the steps.
             fillings: what becomes, in each layer, of pages that a request does not find on the device.
             guessed_layers: layers whose missing pages the CPU attends with a predicted query. A request that fits its
                 frames is exact, so it does not begin without a page in these layers.
         """
-        self._config, self._tiers, self._state, self._maps = config, tiers, state, maps
+        self._config, self._tiers, self._state = config, tiers, buffers.state
+        self._maps = maps = {layer: layer_buffers.maps for layer, layer_buffers in buffers.layers.items()}
+        self._awaited_fills, state = buffers.awaited_fills, buffers.state
         self._fillings, self._guessed_layers = fillings, guessed_layers
         self._admission = Admission(config, model, tiers)
         self._fills = Fills(tiers, state, {layer: position for position, layer in enumerate(maps)})
         self._lacking: set[int] = set()
-        self._is_awaited = any(self._filling(layer, fits=True) == "at once" for layer in maps)
         self._has_recalls = state.copies.frames.shape[2] > 0
         requests = tiers.frames.requests
         # Frames that a layer does not have get infinite importance, so that no operation evicts a page from them.
@@ -140,8 +131,7 @@ class MappedResidency:
             if lacks_earlier and filling == "later":
                 self._fills.add(layer, index, missing)
             if lacks_last or (lacks_earlier and filling == "at once"):
-                store = tiers.frames.layers[layer]
-                tiers.operations.copy_pages(tiers.host.views[layer], store, missing.host_pages, missing.resident)
+                self._awaited_fills.add(layer, index, missing.host_pages, missing.resident)
                 copied += self._absent(frames, maps.size) if filling == "at once" else 1
             if lacks_earlier and filling != "at once":
                 self._lacking.add(index)
@@ -159,10 +149,6 @@ class MappedResidency:
 
     def lacks(self, index: int) -> bool:
         return index in self._lacking
-
-    def needs_chunk(self, request_id: str, tokens: int) -> bool:
-        fits = tokens // self._config.page_size < self._tiers.frames.size
-        return fits and self._is_awaited and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def _enter(self, index: int, frames: list[int]) -> None:
         """Make all pages of a request resident in the frames that hold them, without a copy."""
@@ -206,11 +192,10 @@ class FixedResidency:
 
     Args:
         tiers: host pool and frames.
-        maps: residency maps of all layers; only ``frame_of`` is written.
+        buffers: buffers of the steps; of the residency maps only ``frame_of`` is written.
         frame_of: function from logical pages to frames (`FixedFrames.frame_of`).
         admitted_pages: function from the pages of a sequence to the pages that the request begins to decode with
             (`FixedFrames.held_pages`).
-        page_size: tokens of a page.
         keeps_prompts: prompts attend their earlier tokens in frames; false for a method that attends prompts itself.
     """
 
@@ -220,14 +205,13 @@ class FixedResidency:
     def __init__(
         self,
         tiers: Tiers,
-        maps: Maps,
+        buffers: StepBuffers,
         frame_of: Callable[[Tensor], Tensor],
         admitted_pages: Callable[[int], Tensor],
-        page_size: int,
         keeps_prompts: bool,
     ) -> None:
         self._tiers, self._frame_of, self._admitted_pages = tiers, frame_of, admitted_pages
-        self._page_size, self._keeps_prompts = page_size, keeps_prompts
+        self._keeps_prompts, self._awaited_fills, maps = keeps_prompts, buffers.awaited_fills, buffers.maps
         requests, columns = maps.frame_of.shape[1:]
         first = torch.arange(requests, dtype=torch.int32, device=maps.frame_of.device)
         pages = torch.arange(columns, dtype=torch.int32, device=maps.frame_of.device)
@@ -250,9 +234,9 @@ class FixedResidency:
             self._move(*self._columns(moves))
         if missing:
             absent, frames = self._columns(missing)
-            host_pages = table[0, absent].contiguous()
-            for layer, store in tiers.frames.layers.items():
-                tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, frames.int())
+            host_pages, frames = table[0, absent].contiguous(), frames.int()
+            for layer in tiers.frames.layers:
+                self._awaited_fills.add(layer, index, host_pages, frames)
         return len(missing) * len(tiers.frames.layers)
 
     def _columns(self, pairs: list[tuple[int, int]]) -> Tensor:
@@ -266,10 +250,6 @@ class FixedResidency:
     def lacks(self, index: int) -> bool:
         """Return False, because all pages that the method attends on the device are there from the first step on."""
         return False
-
-    def needs_chunk(self, request_id: str, tokens: int) -> bool:
-        fits = tokens // self._page_size < self._tiers.frames.size
-        return fits and self._keeps_prompts and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         """Return 0, because the frame of a new page is already in the map."""

@@ -135,14 +135,6 @@ class PromptFrames:
         """Return the pages of a request's chunk in the open step; None if the prompt has no frames."""
         return self._chunks.get(request_id)
 
-    def lacks(self, request_id: str, tokens: int) -> bool:
-        """Tell whether a request that begins to decode after ``tokens`` tokens would miss a page in its frames."""
-        prompt = self._prompts.get(request_id)
-        if prompt is None or prompt.tokens != tokens:
-            return tokens > 0
-        self._drop_lost(request_id, prompt)
-        return -1 in prompt.frames
-
     def take(self, request_id: str, tokens: int) -> list[int]:
         """Return the frame of each page of a request that begins to decode after ``tokens`` tokens; -1 for no frame.
 

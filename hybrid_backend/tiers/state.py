@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.batch import ModelSpec
-from hybrid_backend.kernels.operations import Copies, Counters, Maps, Reuse, Sample
+from hybrid_backend.kernels.cpu import STEPS
+from hybrid_backend.kernels.operations import AwaitedPages, Copies, Counters, Maps, Reuse, Sample
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class StepState:
     counters: Tensor  # [layers, len(Counters._fields)] int64
     arrived: Tensor  # [layers] int32 zeros: scratch of `take_sample`
     reuse: Reuse  # selections that rows attend again, of all layers; [0, ...] if each step selects
+    awaited: AwaitedPages  # copies that rows wait for, of all layers
 
     @classmethod
     def make(
@@ -118,6 +120,11 @@ class StepState:
                 inputs.epochs, ints(listed), ints((*listed, most)), ints(listed),
                 torch.zeros(*listed, columns, device=device),
             ),
+            awaited=AwaitedPages(
+                ints((rows,)), ints((layers,)), inputs.number,
+                torch.zeros(STEPS, rows, dtype=torch.int32, pin_memory=device.type == "cuda"),
+                ints((1,), dtype=torch.int64),
+            ),
         )  # fmt: skip
 
     @property
@@ -125,7 +132,7 @@ class StepState:
         tensors = (
             *self.maps, *self.copies, self.equal_scores, self.keep, self.empty, self.counters, self.arrived,
         )  # fmt: skip
-        return self.inputs.nbytes + self.reuse.nbytes + sum(x.nbytes for x in tensors)
+        return self.inputs.nbytes + self.reuse.nbytes + self.awaited.nbytes + sum(x.nbytes for x in tensors)
 
 
 def sample_boxes(

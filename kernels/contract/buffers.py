@@ -66,6 +66,34 @@ class Copies(NamedTuple):
         return Copies(*(tensor[layer] for tensor in self))
 
 
+class AwaitedPages(NamedTuple):
+    """Host pages on their way to the frames of one layer in another stream, for which the rows of a step wait.
+
+    Copies are numbered in the order in which they are done. A step has 0, 1 or more rows that wait.
+    """
+
+    expected: Tensor
+    """``[requests]`` int32: number of the last copy to the frames of each request index; 0: there was none."""
+    arrived: Tensor
+    """``[1]`` int32: number of the last copy that is done in the layer."""
+    number: Tensor
+    """``[1]`` int32: number of the step, a step input."""
+    late: Tensor
+    """``[steps, requests]`` int32 on the host, pinned if there is a GPU: ``late[number % steps, request]`` becomes
+    ``number`` when no time is left. The step then goes on, and no result of the row may be used."""
+    time_left: Tensor
+    """``[1]`` int64 nanoseconds, from which waits are subtracted, so that all layers' waits together are bounded."""
+
+    def of(self, layer: int) -> AwaitedPages:
+        """Return the copies of one layer, where `arrived` has those of all layers."""
+        return self._replace(arrived=self.arrived[layer : layer + 1])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors on the device, but for the step input, in bytes."""
+        return self.expected.nbytes + self.arrived.nbytes + self.time_left.nbytes
+
+
 class Counters(NamedTuple):
     """Columns of a layer's counters, a row ``[len(fields)]`` int64 of totals since start.
 

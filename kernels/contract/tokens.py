@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybrid_backend.kernels.contract.buffers import AwaitedPages
+
 
 class TokenOperations(Protocol):
     """Write new tokens to host pages, frames and digests."""
@@ -13,9 +15,12 @@ class TokenOperations(Protocol):
     def append_tokens(
         self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
         frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-        digests: Tensor | None = None, heads: Tensor | None = None,
+        digests: Tensor | None = None, heads: Tensor | None = None, awaited: AwaitedPages | None = None,
     ) -> None:  # fmt: skip
         """Write one new token per row to its host page, its frame and its page's digest.
+
+        A row whose pages are on their way to frames (``awaited``) first waits until they are there, or until no time is
+        left. Operations that run later find the pages in the frames.
 
         Args:
             k: keys ``[rows, kv_heads, head_dim]``, any row stride.
@@ -31,6 +36,7 @@ class TokenOperations(Protocol):
                 written when a page gets its last token. The rows' pages must be distinct if digests are given.
             heads: ``[n]`` int64 KV heads of ``k`` and ``v`` to write, in the order of ``host``; None: all. Given
                 without frames and digests.
+            awaited: pages that rows wait for, given with ``frames``; None: no row waits.
         """
 
     def store_tokens(self, k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, empty, float32, int8, int32, int64
 
 from hybrid_backend.kernels import oracle
+from hybrid_backend.kernels.awaited_pages import await_pages
 from hybrid_backend.kernels.cpu import library as lib
 from hybrid_backend.kernels.cpu.arguments import (
     address,
@@ -35,6 +36,7 @@ from hybrid_backend.kernels.head_oracle import plan_load as plan_load
 from hybrid_backend.kernels.head_oracle import plan_stream as plan_stream
 from hybrid_backend.kernels.operations import (
     AGGREGATES,
+    AwaitedPages,
     Copies,
     Maps,
     Reuse,
@@ -47,8 +49,9 @@ from hybrid_backend.kernels.operations import (
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None, heads: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None, awaited: AwaitedPages | None = None,
 ) -> None:  # fmt: skip
+    await_pages(awaited, requests, pages)
     if heads is not None:
         k, v = k.index_select(1, heads), v.index_select(1, heads)
     kind = k.dtype

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from hybrid_backend.kernels.digest_format import CODES, digest_format_of
 from hybrid_backend.kernels.kv_format import head_dim_of
+from hybrid_backend.kernels.operations import AwaitedPages
 from hybrid_backend.kernels.triton import codes
 from hybrid_backend.kernels.triton.common import COPY_PROGRAMS, byte_tail, inverse, kernel, rounded
 from hybrid_backend.kernels.triton.encoding import EXACT, encoded, scale_of, scales_at
+from hybrid_backend.kernels.triton.signal import await_pages
 
 _TILE = 16  # tokens of a head that a program stores at once: K and V of 128 channels in 16 bits are 8 KiB
 
@@ -73,13 +75,15 @@ def _keys_of(pages, head_page, t, d, is_read, PAGE: tl.constexpr, DIM: tl.conste
 
 @kernel("key", "value", "host", "frames", "digests", "key_stride", "value_stride")
 def _append_kernel(key, value, host, frames, digests, pages, positions, requests, frame_of, heads, columns,
-                   key_stride, value_stride,
+                   key_stride, value_stride, expected, arrived, number, late, time_left, indices,
                    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                    HAS_FRAMES: tl.constexpr, HAS_DIGESTS: tl.constexpr, TAIL: tl.constexpr,
-                   BLOCK_P: tl.constexpr):  # fmt: skip
+                   BLOCK_P: tl.constexpr, STEPS: tl.constexpr, REAL: tl.constexpr):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = tl.load(pages + row).to(tl.int64)
     if page >= 0:
+        # The page of the new token may be on its way, too. Its copy must not come after the token.
+        await_pages(expected, arrived, number, late, time_left, requests, row, indices, STEPS, REAL)
         offset = tl.load(positions + row) % PAGE
         d = tl.arange(0, BLOCK_D)
         live = d < DIM
@@ -128,7 +132,7 @@ def _append_kernel(key, value, host, frames, digests, pages, positions, requests
 def append_tokens(
     k: Tensor, v: Tensor, host: Tensor, pages: Tensor, positions: Tensor,
     frames: Tensor | None = None, requests: Tensor | None = None, frame_of: Tensor | None = None,
-    digests: Tensor | None = None, heads: Tensor | None = None,
+    digests: Tensor | None = None, heads: Tensor | None = None, awaited: AwaitedPages | None = None,
 ) -> None:  # fmt: skip
     rows, dim = k.shape[0], k.shape[2]
     kv_heads, page_size = host.shape[1], host.shape[3]
@@ -137,8 +141,10 @@ def append_tokens(
         _append_kernel[(rows, kv_heads)](
             k, v, host, frames, digests if coded is None else None, pages, positions, requests, frame_of, heads,
             0 if frame_of is None else frame_of.shape[1], k.stride(0), v.stride(0),
+            *((None,) * 5 if awaited is None else awaited), 0 if awaited is None else len(awaited.expected),
             kv_heads, page_size, dim, triton.next_power_of_2(dim), frames is not None,
-            digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size), **EXACT,
+            digests is not None and coded is None, byte_tail(digests, dim), triton.next_power_of_2(page_size),
+            1 if awaited is None else len(awaited.late), not triton.knobs.runtime.interpret, **EXACT,
         )  # fmt: skip
     if coded is not None:
         codes.encode(host[:, :, 0], coded, pages, positions, appended=True)

@@ -1,5 +1,8 @@
 """Flags between a GPU's stream and the CPU workers: numbers in pinned memory announce jobs and their answers.
 
+Numbers in device memory do the same between two streams of the GPU, where an event would not do: a captured graph
+cannot wait for work that a step launched outside of the graph.
+
 The kernels are ordinary launches, so a captured graph replays them. The numbers come from device memory and grow by
 step.
 """
@@ -41,6 +44,49 @@ def look(flag, REAL: tl.constexpr):
     else:
         value = tl.load(flag)
     return value
+
+
+@triton.jit
+def look_near(number, REAL: tl.constexpr):
+    """Return a number that another stream of the same GPU writes (`arrive`), for programs of any number of warps.
+
+    Each thread reads for itself, and sees everything that was written before the number. Threads of different warps may
+    read different numbers.
+    """
+    if REAL:
+        value = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [number.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        value = tl.load(number)
+    return value
+
+
+@triton.jit
+def await_pages(expected, arrived, number, late, time_left, requests, row, indices, STEPS: tl.constexpr,
+                REAL: tl.constexpr):  # fmt: skip
+    """Wait until the pages of a row are in the frames of a layer (`operations.AwaitedPages`); no ``expected``: go on.
+
+    ``indices`` is the number of request indices.
+    """
+    if expected is not None:
+        request = tl.load(requests + row)
+        copy, reached = tl.load(expected + request), look_near(arrived, REAL)
+        if reached < copy:
+            left, began, waited = tl.load(time_left), clock(), tl.full([], 0, tl.int64)
+            while (reached < copy) & (waited < left):
+                reached = look_near(arrived, REAL)
+                waited = clock() - began
+            tl.store(time_left, tl.maximum(left - waited, 0))
+            if reached < copy:
+                # Each thread stores for itself: a plain store is left to the first warp, which may have read on.
+                step = tl.load(number)
+                raise_flag(late + step % STEPS * indices + request, step, REAL)
+
+
+@kernel()
+def _arrive_kernel(arrived, number, REAL: tl.constexpr):
+    raise_flag(arrived, number, REAL)
 
 
 @kernel("q", "box", "elements", "stride")
@@ -121,3 +167,13 @@ def await_answer(
     """
     real = not triton.knobs.runtime.interpret
     _await_kernel[(1,)](answered, number, timed_out, time_left, counters, len(timed_out), real, num_warps=1)
+
+
+def arrive(arrived: Tensor, number: int) -> None:
+    """Store the number of a copy to ``arrived`` when all earlier work of the stream is done.
+
+    Args:
+        arrived: ``[1]`` int32 on the device (`operations.AwaitedPages`).
+        number: number of the copy.
+    """
+    _arrive_kernel[(1,)](arrived, number, not triton.knobs.runtime.interpret, num_warps=1)

@@ -133,6 +133,9 @@ def test_after_the_warm_up_requests_launch_nothing_new_and_nothing_of_it_is_left
     assert gauges["hybrid_frames_in_use"] == gauges["hybrid_resident_requests"] == gauges["hybrid_copied_bytes"] == 0
     compiled = set(STREAMS.variants)
     play([made], SHORT_LIFE)
+    made.admit("moved", PAGE + 4)
+    made.runtime.release(["moved"])  # All its pages are on the host, as if another server had computed them.
+    made.decode("moved", tolerance=None)
     assert not STREAMS.variants - compiled
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.support import gpu, streams
 from tests.support.far_attention import CUDA_ONLY
 from tests.support.interpreter import stores_within, traffic
-from tests.support.streams import STREAMS, Event, Graph, Stream
+from tests.support.streams import STREAMS, Event, Graph, Spin, Stream
 
 DEVICE = torch.device("cuda:0")
 
@@ -321,9 +321,18 @@ def _kernel_arguments(launch: Any) -> Any:
             with stores_within([*tensors, *addressed]), measuring:
                 launch(self, *near[0], **near[1])
 
-        STREAMS.launch(now, name)
+        STREAMS.launch(now, name, _spin(dict(zip(self.arg_names, near[0], strict=False))))
 
     return launched
+
+
+def _spin(arguments: dict[str, Any]) -> Spin | None:
+    """What a kernel waits for whose rows wait for pages on their way to frames (`operations.AwaitedPages`)."""
+    expected, arrived = arguments.get("expected"), arguments.get("arrived")
+    if expected is None or arrived is None:
+        return None
+    pages, requests = arguments["pages"], arguments["requests"]
+    return Spin(lambda: all(expected[requests[pages >= 0].long()] <= arrived))
 
 
 def _compiled_for(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Hashable]:

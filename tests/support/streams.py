@@ -36,6 +36,19 @@ class _Wait:
         self.mark = mark
 
 
+class Spin:
+    """A kernel that reads memory until another stream has written what it waits for, or until its time is over.
+
+    Other streams go on meanwhile. If none can, the kernel runs, and finds that its time is over.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.is_over = is_over
+
+
+Entry = Work | Mark | _Wait | Spin
+
+
 class Streams:
     """The queues. ``late``: nothing is done before the host waits; else everything at once, as it is launched."""
 
@@ -43,7 +56,7 @@ class Streams:
         self.late = False
         self.current: Hashable = None  # the default stream
         self.graph: Graph | None = None  # that is being captured
-        self._queues: dict[Hashable, deque[Work | Mark | _Wait]] = {}
+        self._queues: dict[Hashable, deque[Entry]] = {}
         self._lock = threading.RLock()
         self._order: Order = "random"
         self._chance = random.Random(0)
@@ -65,14 +78,17 @@ class Streams:
         """Entries of all queues."""
         return sum(map(len, self._queues.values()))
 
-    def launch(self, work: Work, kind: str = "") -> None:
+    def launch(self, work: Work, kind: str = "", spin: Spin | None = None) -> None:
+        """``spin``: what the work waits for, while other streams go on."""
         if self.graph is not None:
-            self.graph.keep(self.current, work, kind)
+            self.graph.keep(self.current, work, kind, spin)
             return
         self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
         if self.traffic is not None:
             work = partial(self._measure, work, self.traffic.setdefault((kind, self.current is None), [0, 0]))
         if self.late:
+            if spin is not None:
+                self._push(self.current, spin)
             self._push(self.current, work)
         else:
             work()
@@ -97,6 +113,7 @@ class Streams:
         with self._lock:
             while self._is_open(stream, mark):
                 free = [name for name, queue in self._queues.items() if queue and not self._is_held(queue[0])]
+                free = free or [name for name, queue in self._queues.items() if queue and isinstance(queue[0], Spin)]
                 assert free, "streams wait for each other, or for an event that nobody records"
                 if self._order != "random":  # as far as there is a choice
                     free = [name for name in free if (name is None) == (self._order == "default first")] or free
@@ -108,28 +125,30 @@ class Streams:
             return not mark.done
         return any(map(bool, self._queues.values())) if stream is ... else bool(self._queues.get(stream))
 
-    def _is_held(self, entry: Work | Mark | _Wait) -> bool:
+    def _is_held(self, entry: Entry) -> bool:
+        if isinstance(entry, Spin):
+            return not entry.is_over()
         return isinstance(entry, _Wait) and not entry.mark.done
 
-    def _do(self, entry: Work | Mark | _Wait) -> None:
+    def _do(self, entry: Entry) -> None:
         if isinstance(entry, Mark):
             entry.done = True
-        elif not isinstance(entry, _Wait):
+        elif not isinstance(entry, _Wait | Spin):
             entry()
 
-    def _push(self, stream: Hashable, entry: Work | Mark | _Wait) -> None:
+    def _push(self, stream: Hashable, entry: Entry) -> None:
         with self._lock:
             self._queues.setdefault(stream, deque()).append(entry)
 
-    def play(self, stream: Hashable, entry: Work | Mark | _Wait, kind: str) -> None:
+    def play(self, stream: Hashable, entry: Entry, kind: str) -> None:
         """For graphs: an entry of one that is replayed."""
-        if not isinstance(entry, Mark | _Wait):
+        if not isinstance(entry, Mark | _Wait | Spin):
             self.by_kind[kind] = self.by_kind.get(kind, 0) + 1
             entry = partial(self._measure, entry, self.bus.setdefault(kind, [0, 0]))
         if self.late:
             self._push(stream, entry)
         else:
-            assert not self._is_held(entry), "a graph waits for an event that is recorded later"
+            assert not self._is_held(entry) or isinstance(entry, Spin), "a graph waits for an event of later"
             self._do(entry)
 
     def _measure(self, work: Work, counts: list[int]) -> None:
@@ -159,7 +178,7 @@ class Graph:
     @property
     def works(self) -> list[str]:
         """Kinds of the work that it keeps, in order."""
-        return [kind for _, entry, kind in self._entries if not isinstance(entry, Mark | _Wait)]
+        return [kind for _, entry, kind in self._entries if not isinstance(entry, Mark | _Wait | Spin)]
 
     # --- while it is captured ---
 
@@ -174,7 +193,9 @@ class Graph:
         for stream, behind in self._behind.items():
             assert joined.get(stream, 0) == behind.get(stream, 0), "the capture ended before a forked stream has joined"
 
-    def keep(self, stream: Hashable, work: Work, kind: str) -> None:
+    def keep(self, stream: Hashable, work: Work, kind: str, spin: Spin | None = None) -> None:
+        if spin is not None:
+            self._add(stream, spin)
         self._add(stream, work, kind)
 
     def record(self, stream: Hashable) -> Mark:

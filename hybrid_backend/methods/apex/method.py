@@ -137,7 +137,7 @@ class Apex(WaitingMethod):
         )
         placement = Placement(tiers.layout.shared_pages(shape.rows), tiers.layout.swap_in)
         self._parking = Parking(config, tiers, questions, model.hidden if self.may_park(config) else 0)
-        self._residency = SharedResidency(tiers, buffers.maps, placement, self._parking.is_settled, config.page_size)
+        self._residency = SharedResidency(tiers, buffers, placement, self._parking.is_settled)
         if config.apex.hardware == "auto" and tiers.device.type == "cuda":
             deadline = config.workers.deadline_seconds
             hardware = measured_rates(self._times.hardware, model, tiers, workers, deadline)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybrid_backend.batch import DecodeRows, PrefillRow, Step, sent
-from hybrid_backend.kernels.operations import Maps
 from hybrid_backend.methods.apex.placement import Placement
+from hybrid_backend.step.buffers import StepBuffers
 from hybrid_backend.tiers import Tiers
 from hybrid_backend.tiers.frame_supply import SharedFrames
 
@@ -21,22 +21,21 @@ class SharedResidency:
     """
 
     def __init__(
-        self, tiers: Tiers, maps: Maps, placement: Placement, is_settled: Callable[[int], bool], page_size: int
+        self, tiers: Tiers, buffers: StepBuffers, placement: Placement, is_settled: Callable[[int], bool]
     ) -> None:
         """Begin without requests.
 
         Args:
             tiers: host pool, and frames that all requests share.
-            maps: residency maps; only ``frame_of`` is written.
+            buffers: buffers of the steps; of the residency maps only ``frame_of`` is written.
             placement: requests on the device.
             is_settled: tells whether a request, by its index, is between two tokens.
-            page_size: tokens of a page.
         """
         self.placement = placement
         self.moved = 0
         """Requests that were evicted or came back since start."""
-        self._tiers, self._frame_of, self._is_settled = tiers, maps.frame_of, is_settled
-        self._page_size = page_size
+        self._tiers, self._frame_of, self._is_settled = tiers, buffers.maps.frame_of, is_settled
+        self._awaited_fills = buffers.awaited_fills
         supply = tiers.prompt_frames.supply
         assert isinstance(supply, SharedFrames)
         self._supply = supply
@@ -65,11 +64,6 @@ class SharedResidency:
     def lacks(self, index: int) -> bool:
         """Return False, because a request on the device has all of its pages there."""
         return False
-
-    def needs_chunk(self, request_id: str, tokens: int) -> bool:
-        pages = tokens // self._page_size + 1
-        fits = self.placement.used + pages <= self.placement.pages
-        return fits and self._tiers.prompt_frames.lacks(request_id, tokens)
 
     def open(self, rows: DecodeRows, indices: list[int]) -> int:
         pages = dict(zip(rows.request_ids, rows.num_pages.tolist(), strict=True))
@@ -121,11 +115,12 @@ class SharedResidency:
         if copied:
             host_pages = table[sent(torch.tensor(copied), tiers.device)].int()
             targets = sent(torch.tensor([left[page] for page in copied], dtype=torch.int32), tiers.device)
-            for layer, store in tiers.frames.layers.items():
-                tiers.operations.copy_pages(tiers.host.views[layer], store, host_pages, targets)
+            for layer in tiers.frames.layers:
+                self._awaited_fills.add(layer, index, host_pages, targets)
         return len(copied) * len(tiers.frames.layers)
 
     def _give_back(self, index: int) -> None:
+        self._awaited_fills.release(index)
         frames = self._frames.pop(index, None)
         if frames:
             self._free_frames(frames)

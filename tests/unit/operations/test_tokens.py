@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from hybrid_backend.kernels import byte_digests, codes, reference
 from hybrid_backend.kernels.digest_format import CODES, MINMAX_INT8
-from hybrid_backend.kernels.operations import Operations
+from hybrid_backend.kernels.operations import AwaitedPages, Operations
 from tests.support.cases import relative_error
-from tests.unit.implementations import over_implementations
+from tests.support.gpu import ON_GPU
+from tests.unit.implementations import MODULES, over_implementations
 from tests.unit.operations.cases import (
     DTYPES,
     INF,
@@ -77,6 +80,52 @@ def test_new_tokens_reach_host_page_frame_and_digest_and_nothing_else(
     at = torch.tensor(positions, dtype=kind)
     operations.append_tokens(k, v, host, ints(pages), at, *where, digests if with_digests else None)
     assert all(same_bits(a, b) for a, b in zip((host, frames, digests), expected, strict=True))
+
+
+def waiting_rows(operations: Operations, expected: list[int], awaited: AwaitedPages) -> tuple[bool, list[int]]:
+    """Append a token of each request whose page is on its way; return whether all frames have it, and who was late."""
+    rows, rng = len(expected) + 1, torch.Generator().manual_seed(1)
+    host, frames = (cache(rows, 2, 16, 16, torch.float32, rng) for _ in range(2))
+    k, v = torch.randn(2, rows, 2, 16, generator=rng)
+    requests = ints([*range(len(expected)), 0])
+    pages = ints([*range(len(expected)), -1])  # the last row is padding
+    table = torch.arange(len(expected), dtype=torch.int32)[:, None]
+    operations.append_tokens(k, v, host, pages, torch.full((rows,), 3), frames, requests, table, awaited=awaited)
+    late = awaited.late.nonzero().tolist()
+    assert all(step == int(awaited.number) % len(awaited.late) for step, _ in late)
+    assert all(int(awaited.late[step, request]) == int(awaited.number) for step, request in late)
+    return same_bits(frames[: rows - 1, :, 0, 3], k[: rows - 1]), [request for _, request in late]
+
+
+def waits(expected: list[int], arrived: int, milliseconds: int, number: int = 13) -> AwaitedPages:
+    left = torch.tensor([milliseconds * 10**6])
+    return AwaitedPages(ints(expected), ints([arrived]), ints([number]), torch.zeros(8, len(expected)).int(), left)
+
+
+@over_implementations(arrived=st.integers(0, 3), milliseconds=st.sampled_from([0, 3]))
+def test_rows_whose_pages_do_not_arrive_are_late_and_no_others(
+    operations: Operations, arrived: int, milliseconds: int
+) -> None:
+    expected = [2, 0, 3, 1]
+    awaited = waits(expected, arrived, milliseconds)
+    stored, late = waiting_rows(operations, expected, awaited)
+    assert stored and late == [request for request, copy in enumerate(expected) if copy > arrived]
+    assert int(awaited.time_left) == (0 if late else milliseconds * 10**6)
+
+
+@over_implementations(names=[name for name in MODULES if name != "triton" or not ON_GPU])
+def test_a_row_waits_until_its_pages_have_arrived(operations: Operations) -> None:
+    """A GPU reads copies of the tensors, which no thread changes. tests/slow/test_awaited_fills.py runs there."""
+    awaited, seconds = waits([4, 5], 3, milliseconds=20_000), time.perf_counter()
+    timers = [threading.Timer(0.05 * copy, awaited.arrived.fill_, [3 + copy]) for copy in (1, 2)]
+    for timer in timers:
+        timer.start()
+    stored, late = waiting_rows(operations, [4, 5], awaited)
+    seconds = time.perf_counter() - seconds
+    assert stored and not late and seconds > 0.1
+    assert 0 < 20 - int(awaited.time_left) / 1e9 <= seconds
+    for timer in timers:
+        timer.join()
 
 
 @over_implementations(
