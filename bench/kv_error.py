@@ -6,6 +6,8 @@ The model computes a prompt in fp32. Each encoding stores K and V of all layers;
 all earlier tokens, and outputs are compared with those over fp32. Encodings:
 
     int8                  `kv_dtype: int8`: a scale per token and KV head
+    int8, blocks of 32    a scale per 32 channels (llama.cpp's ``q8_0``)
+    int8 less means       the same of what differs from each channel's mean over the prompt
     fp8 per token, head   e4m3 with such scales (vLLM's ``fp8_per_token_head``)
     fp8                   e4m3 with one scale of 1 (vLLM's ``fp8`` without calibrated scales)
 
@@ -35,6 +37,15 @@ def int8(x: Tensor) -> Tensor:
     return KvFormat(x.shape[1], 16, x.shape[2], torch.int8).stored(x)
 
 
+def int8_blocks(x: Tensor) -> Tensor:
+    return int8(x.unflatten(-1, (-1, 32)).flatten(1, 2)).view(x.shape)
+
+
+def int8_centred(x: Tensor) -> Tensor:
+    mean = x.mean(0)
+    return int8(x - mean) + mean
+
+
 def fp8_scaled(x: Tensor) -> Tensor:
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_LARGEST
     return (x / scale).to(FP8).float() * scale
@@ -44,7 +55,13 @@ def fp8(x: Tensor) -> Tensor:
     return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8).float()
 
 
-ENCODINGS: dict[str, Encoding] = {"int8": int8, "fp8 per token, head": fp8_scaled, "fp8": fp8}
+ENCODINGS: dict[str, Encoding] = {
+    "int8": int8,
+    "int8, blocks of 32": int8_blocks,
+    "int8 less means": int8_centred,
+    "fp8 per token, head": fp8_scaled,
+    "fp8": fp8,
+}
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
