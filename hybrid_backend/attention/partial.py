@@ -68,19 +68,21 @@ def paged_partial(q: Tensor, layer: Tensor, pages: PageList, scale: float) -> Pa
         used = -(-tokens // page_size) if tokens else 0
         if not used:
             return empty_partial(q)
-        ids, mask = pages.ids[:, :, :used], None
+        ids, written, mask = pages.ids[:, :, :used], None, None
     else:
         tokens = pages.ids.shape[2] * page_size
         if not tokens:
             return empty_partial(q)
         ids = pages.ids.clamp(min=0)
-        written = torch.arange(page_size) < pages.valid[..., None]  # [rows, lists, k, page_size]
-        mask = torch.zeros(written.shape, dtype=q.dtype).masked_fill_(~written, float("-inf")).flatten(2)
+        written = (torch.arange(page_size) < pages.valid[..., None]).flatten(2)  # [rows, lists, k * page_size]
+        mask = torch.zeros(written.shape, dtype=q.dtype).masked_fill_(~written, float("-inf"))
         mask = mask[:, :, None].expand(-1, kv_heads, grouped.shape[2], -1)
     heads_of = torch.arange(kv_heads)[None, :, None]
     index = (ids * kv_heads + heads_of).flatten()  # [rows, kv_heads, k]
     gathered = gather_head_pages(layer.flatten(0, 2), index, q.dtype)
     k, v = (x.view(rows, kv_heads, -1, dim).narrow(2, 0, tokens) for x in gathered)
+    if written is not None:  # A slot that was never written may hold NaN, which a weight of 0 does not remove.
+        k, v = (x.masked_fill(~written[..., None], 0.0) for x in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped, k, v, 0.0, False, attn_mask=mask, scale=scale
     )

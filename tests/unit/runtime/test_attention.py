@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_backend.attention.partial import PageList, Partial, with_sinks
+from hybrid_backend.attention.partial import PageList, Partial, paged_partial, with_sinks
 from hybrid_backend.attention.prefill import KVBlock, gather_tokens, windowed
 from hybrid_backend.attention.prompts import TorchPrompts
 from hybrid_backend.attention.quality import covered_tokens, mass_recall
 from hybrid_backend.batch import ModelSpec, PrefillRow
 from hybrid_backend.kernels import oracle, reference
 from hybrid_backend.kernels.digest_format import MINMAX
+from hybrid_backend.kernels.kv_format import KvFormat
 from hybrid_backend.kernels.operations import Operations
 from hybrid_backend.tiers.digests import Digests
 from hybrid_backend.tiers.host_pool import HostPool
@@ -185,3 +186,22 @@ def test_mass_recall_is_one_for_all_pages_and_their_share_otherwise() -> None:
         16 / 40
     )
     assert mass_recall(q, blocks, pages, covered_tokens(torch.tensor([[2]]), 40, 16), 2, 0.25) == pytest.approx(8 / 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_slots_that_were_never_written_may_hold_anything(dtype: torch.dtype) -> None:
+    """Padding of a list reads page 0, which may have no request; K and V that are not attended may be NaN."""
+    kv = KvFormat(2, 16, 64, dtype)
+    layer = torch.zeros(kv.shape(3), dtype=dtype)
+    position = torch.arange(16, 40)
+    k, v = torch.randn(2, len(position), 2, 64)
+    kv.write(layer, position // 16, position % 16, k, v)
+    ids, valid = torch.tensor([[[1, 2, -1], [1, -1, -1]]]), torch.tensor([[[16, 8, 0], [16, 0, 0]]])
+    q = torch.randn(1, 4, 64)
+    right = paged_partial(q, layer, PageList(ids, valid), 0.125)
+    if dtype is torch.int8:
+        kv.parts(layer)[1][0] = float("nan")
+    else:
+        layer[0] = float("nan")
+    found = paged_partial(q, layer, PageList(ids, valid), 0.125)
+    assert torch.equal(found.out, right.out) and torch.equal(found.lse, right.lse)
